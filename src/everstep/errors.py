@@ -1,0 +1,80 @@
+"""The typed family of errors: each says what happened, where, and what to do.
+
+Exit codes (documented in docs/cli.md, relied upon by schedulers):
+
+    0    done
+    2    bad input; nothing was started
+    3    cannot continue now, but the run can be resumed
+    4    an invariant was violated; do not resume without looking
+    130  interrupted
+"""
+
+from __future__ import annotations
+
+
+class EverstepError(Exception):
+    """Base of all errors a user can meet. ``exit_code`` is the process's exit status."""
+
+    exit_code = 3
+
+
+class BadInput(EverstepError):
+    """The configuration, data or environment cannot work. Raised before any process is started."""
+
+    exit_code = 2
+
+
+class ConfigError(BadInput):
+    """An unknown key, a value of the wrong type, or a combination that cannot work; names the keys."""
+
+
+class RankDied(EverstepError):
+    """A rank's process ended. ``rank`` is ``replica/rank``; ``cause`` is what the operating system or Ray said."""
+
+    def __init__(self, rank: str, cause: str, step: int | None = None, node: str | None = None):
+        self.rank, self.cause, self.step, self.node = rank, cause, step, node
+        where = f" on node {node}" if node else ""
+        when = f" at step {step}" if step is not None else ""
+        super().__init__(f"rank {rank}{where} died{when}: {cause}")
+
+    def __reduce__(self):  # type: ignore[no-untyped-def]
+        return (type(self), (self.rank, self.cause, self.step, self.node))
+
+
+class ReplicaBroken(EverstepError):
+    """A collective inside this rank's replica failed or was aborted because another rank of it is gone.
+
+    The rank that raises it is alive and keeps its memory; its replica must be re-formed before it computes again.
+    """
+
+
+class LinkBroken(EverstepError):
+    """A collective over the link failed or was overtaken by a newer view. Never leaves the step transaction."""
+
+
+class Fenced(EverstepError):
+    """This process holds an older epoch than the coordinator; it must stop contributing at once."""
+
+
+class NotEnoughReplicas(EverstepError):
+    """Fewer living replicas than ``recovery.min_replicas``; the run stops and can be resumed."""
+
+
+class DeadlineExceeded(EverstepError):
+    """A wait passed its deadline. Names what was awaited, for how long, and the key that sets the deadline."""
+
+
+class WorkerFailed(EverstepError):
+    """User code or the engine raised inside a worker while every process was alive (not a fault to recover from)."""
+
+
+class InvariantViolated(EverstepError):
+    """Something that must always hold did not (for example replicas with unequal weights)."""
+
+    exit_code = 4
+
+
+class Interrupted(EverstepError):
+    """Ctrl-C or SIGTERM; everything was shut down in order."""
+
+    exit_code = 130

@@ -1,4 +1,4 @@
-"""TrainingBatch: what goes in comes out, in the same order, exactly once, with clear errors and cheap travel."""
+"""TrainingBatch: what goes in comes out, in order, exactly once, with clear errors and cheap travel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def make(lengths: list[int], width: int | None = None, prefix: str = "0") -> Tra
     """A batch with the given real tokens per sample, every value recognisable."""
     width = max([1, *lengths]) if width is None else width
     count = len(lengths)
-    mask = torch.tensor([[int(t < n) for t in range(width)] for n in lengths], dtype=torch.int64).reshape(count, width)
+    rows = [[int(t < n) for t in range(width)] for n in lengths]
+    mask = torch.tensor(rows, dtype=torch.int64).reshape(count, width)
     ids = torch.arange(1, count * width + 1).reshape(count, width) * mask
     return TrainingBatch(
         tensors={
@@ -108,7 +109,8 @@ def test_pickle_round_trip_in_and_out_of_band(counts: list[int]) -> None:
 
 def test_out_of_band_pickle_shares_memory_and_a_slice_carries_only_itself() -> None:
     wide = TrainingBatch(
-        tensors={"input_ids": torch.zeros(1000, 256, dtype=torch.int64)}, sample_ids=[str(i) for i in range(1000)]
+        tensors={"input_ids": torch.zeros(1000, 256, dtype=torch.int64)},
+        sample_ids=[str(i) for i in range(1000)],
     )
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(wide, protocol=5, buffer_callback=buffers.append)
@@ -124,7 +126,8 @@ def test_out_of_band_pickle_shares_memory_and_a_slice_carries_only_itself() -> N
 def test_read_only_memory_is_accepted_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(make([2, 3]), protocol=5, buffer_callback=buffers.append)
-    back = pickle.loads(head, buffers=[bytes(b.raw()) for b in buffers])  # bytes are read-only, like Ray's shared memory
+    # bytes are read-only, like Ray's shared memory
+    back = pickle.loads(head, buffers=[bytes(b.raw()) for b in buffers])
     copy = back.clone()
     copy["input_ids"][0, 0] = 99
     assert back["input_ids"][0, 0] == 1
@@ -168,7 +171,11 @@ def test_operations_never_change_the_original() -> None:
         (lambda: TrainingBatch({}, {"c": [1, 2]}, ["a"]), "c", "2 values for 1"),
         (lambda: TrainingBatch({"c": torch.zeros(1)}, {"c": [1]}, ["a"]), "c", "both"),
         (lambda: TrainingBatch({}, {}, ["a"], [1, 2]), "weight_versions", "2 entries for 1"),
-        (lambda: TrainingBatch({"x": torch.zeros(1, 3), "y": torch.zeros(1, 4)}, {}, ["a"]), "y", "x has 3 token columns"),
+        (
+            lambda: TrainingBatch({"x": torch.zeros(1, 3), "y": torch.zeros(1, 4)}, {}, ["a"]),
+            "y",
+            "x has 3 token columns",
+        ),
         (lambda: make([1, 2]).select([0, 0]), "sample_ids", "0/0"),
         (lambda: make([1, 2]).select([2]), "select", "outside 0..1"),
         (lambda: make([1, 2]).select([-1]), "select", "-1"),
@@ -188,7 +195,9 @@ def test_operations_never_change_the_original() -> None:
             "only some batches",
         ),
         (
-            lambda: TrainingBatch.concat([make([1]), make([2], prefix="1").with_tensors(reward=torch.zeros(1).double())]),
+            lambda: TrainingBatch.concat(
+                [make([1]), make([2], prefix="1").with_tensors(reward=torch.zeros(1).double())]
+            ),
             "reward",
             "float64",
         ),

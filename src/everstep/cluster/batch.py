@@ -2,16 +2,16 @@
 
 Legend: B samples, T token columns. A batch holds
 
-    tensors          name -> Tensor. (B,) is one number per sample; (B, T, ...) is one entry per token, and all of
-                     these share the same T. Sequences are right-padded: [prompt, response, pad].
+    tensors          name -> Tensor. (B,) is one number per sample; (B, T, ...) is one entry per token, and all
+                     of these share the same T. Sequences are right-padded: [prompt, response, pad].
     columns          name -> list of B Python values (prompt text, the data record, a completion).
-    sample_ids       B unique strings. Every operation carries them along, so that the ledger can prove that no
-                     sample was lost or used twice.
+    sample_ids       B unique strings. Every operation carries them along, so that the ledger can prove that
+                     no sample was lost or used twice.
     weight_versions  B ints: the committed step of the weights that made the sample, -1 if no model made it.
 
-Operations never change a batch; they return a new one, which may share memory with the old one (``slice``, ``chunk``)
-or not (``select``, ``pad_to``). A batch that came out of Ray's object store lies in read-only shared memory: ``clone()``
-it before writing into its tensors.
+Operations never change a batch; they return a new one, which may share memory with the old one (``slice``,
+``chunk``) or not (``select``, ``pad_to``). A batch that came out of Ray's object store lies in read-only shared
+memory: ``clone()`` it before writing into its tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NO_MODEL = -1  # weight version of a sample that no model made
 
 
 class BatchError(EverstepError, ValueError):
-    """A TrainingBatch was built or combined wrongly; ``key`` names the tensor or column at fault (or the operation)."""
+    """A TrainingBatch was built or combined wrongly; ``key`` is the tensor, column or operation at fault."""
 
     def __init__(self, key: str, problem: str):
         self.key, self.problem = key, problem
@@ -49,8 +49,8 @@ class BatchError(EverstepError, ValueError):
 class TrainingBatch:
     """Samples with their tensors, Python values, ids and weight versions. See the module's docstring.
 
-    Raises BatchError if a first dimension, a list length or a width disagrees with the number of ids, or if an id
-    occurs twice.
+    Raises BatchError if a first dimension, a list length or a width disagrees with the number of ids, or if an
+    id occurs twice.
     """
 
     tensors: dict[str, Tensor]
@@ -69,7 +69,9 @@ class TrainingBatch:
 
         if len(set(self.sample_ids)) != count:
             doubled = [sid for sid, n in Counter(self.sample_ids).items() if n > 1]
-            raise BatchError("sample_ids", f"ids must be unique, but {len(doubled)} occur more than once: {doubled[:3]}")
+            raise BatchError(
+                "sample_ids", f"ids must be unique; {len(doubled)} occur more than once: {doubled[:3]}"
+            )
         if len(self.weight_versions) != count:
             raise BatchError("weight_versions", f"{len(self.weight_versions)} entries for {count} samples")
         for name, values in self.columns.items():
@@ -80,9 +82,13 @@ class TrainingBatch:
         width_of: tuple[str, int] | None = None
         for name, tensor in self.tensors.items():
             if not isinstance(tensor, Tensor):
-                raise BatchError(name, f"is a {type(tensor).__name__}, not a tensor; Python values belong in columns")
+                raise BatchError(
+                    name, f"is a {type(tensor).__name__}, not a tensor; Python values belong in columns"
+                )
             if tensor.dim() == 0 or tensor.shape[0] != count:
-                raise BatchError(name, f"shape {tuple(tensor.shape)}, but the first dimension must be {count} (samples)")
+                raise BatchError(
+                    name, f"shape {tuple(tensor.shape)}, but the first dimension must be {count} (samples)"
+                )
             if tensor.dim() >= 2:
                 if width_of is None:
                     width_of = (name, tensor.shape[1])
@@ -133,7 +139,7 @@ class TrainingBatch:
         return [int(n) for n in self["attention_mask"].sum(dim=1).tolist()]
 
     def equal(self, other: TrainingBatch) -> bool:
-        """Same ids in the same order, same versions, same columns, and bitwise the same tensors with the same dtypes."""
+        """Same ids, versions and columns in the same order, and bitwise the same tensors of the same dtypes."""
         return (
             self.sample_ids == other.sample_ids
             and self.weight_versions == other.weight_versions
@@ -175,7 +181,7 @@ class TrainingBatch:
         )
 
     def split_sizes(self, sizes: Sequence[int]) -> list[TrainingBatch]:
-        """Consecutive slices of the given sizes, which must add up to the number of samples. Shares memory."""
+        """Consecutive slices of the given sizes, which must add up to B. Shares memory."""
         if any(size < 0 for size in sizes) or sum(sizes) != len(self):
             raise BatchError("split_sizes", f"sizes {list(sizes)} do not add up to {len(self)} samples")
         parts, start = [], 0
@@ -185,14 +191,14 @@ class TrainingBatch:
         return parts
 
     def chunk(self, n: int) -> list[TrainingBatch]:
-        """Exactly ``n`` consecutive slices whose sizes differ by at most 1, larger ones first; some are empty if n > B."""
+        """Exactly ``n`` consecutive slices; sizes differ by at most 1, larger first; some are empty if n > B."""
         if n < 1:
             raise BatchError("chunk", f"cannot cut a batch into {n} chunks")
         small, larger = divmod(len(self), n)
         return self.split_sizes([small + 1] * larger + [small] * (n - larger))
 
     def repeat(self, times: int) -> list[TrainingBatch]:
-        """``times`` copies of this batch, sharing memory; copy k's ids are ``id#k``, so that they stay unique."""
+        """``times`` copies of this batch, sharing memory; the ids of copy k become ``id#k`` to stay unique."""
         if times < 1:
             raise BatchError("repeat", f"cannot repeat a batch {times} times")
         return [self._with(sample_ids=[f"{sid}#{k}" for sid in self.sample_ids]) for k in range(times)]
@@ -225,7 +231,9 @@ class TrainingBatch:
                     raise BatchError(name, f"concat: {_describe(a)} does not go with {_describe(b)}")
         width = max(batch.width for batch in parts)
         return TrainingBatch(
-            tensors={n: torch.cat([_padded(batch.tensors[n], width) for batch in parts]) for n in first.tensors},
+            tensors={
+                n: torch.cat([_padded(batch.tensors[n], width) for batch in parts]) for n in first.tensors
+            },
             columns={n: [v for batch in parts for v in batch.columns[n]] for n in first.columns},
             sample_ids=[sid for batch in parts for sid in batch.sample_ids],
             weight_versions=[v for batch in parts for v in batch._versions],
@@ -236,11 +244,13 @@ class TrainingBatch:
     def pad_to(self, width: int) -> TrainingBatch:
         """Right-pad every token tensor with zeros to ``width`` columns; BatchError if it is wider already."""
         if width < self.width:
-            raise BatchError("pad_to", f"{self.width} token columns do not fit into {width}; nothing is cut silently")
+            raise BatchError(
+                "pad_to", f"{self.width} token columns do not fit into {width}; nothing is cut silently"
+            )
         return self._with(tensors={n: _padded(t, width) for n, t in self.tensors.items()})
 
     def trim(self) -> TrainingBatch:
-        """Drop the trailing columns in which no sample has a real token (by ``attention_mask``); keeps at least one."""
+        """Drop trailing columns in which no sample has a real token (by ``attention_mask``); keep at least one."""
         real = self["attention_mask"].ne(0).any(dim=0).nonzero()
         if not len(self):
             return self._with()
@@ -260,10 +270,12 @@ class TrainingBatch:
         return self._with(weight_versions=[version] * len(self))
 
     def only(self, *names: str) -> TrainingBatch:
-        """Keep just these tensors and columns (ids and versions stay): what a call does not need need not travel."""
+        """Keep just these tensors and columns (ids and versions stay), so that nothing travels unneeded."""
         missing = [name for name in names if name not in self.tensors and name not in self.columns]
         if missing:
-            raise BatchError(missing[0], f"only: there are tensors {sorted(self.tensors)}, columns {sorted(self.columns)}")
+            raise BatchError(
+                missing[0], f"only: there are tensors {sorted(self.tensors)}, columns {sorted(self.columns)}"
+            )
         return self._with(
             tensors={n: t for n, t in self.tensors.items() if n in names},
             columns={n: c for n, c in self.columns.items() if n in names},
@@ -280,8 +292,8 @@ class TrainingBatch:
     # ---------------------------------------------------------------- travelling
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # As numpy arrays: they go out of band under pickle protocol 5 (so Ray shares the memory instead of copying it),
-        # and a slice carries its own bytes only, where torch would pickle the whole storage behind it.
+        # As numpy arrays: they go out of band under pickle protocol 5 (so that Ray shares the memory instead of
+        # copying it), and a slice carries its own bytes only, where torch would pickle the storage behind it.
         packed = {n: _pack(t) for n, t in self.tensors.items()}
         return (_unpack_batch, (packed, self.columns, self.sample_ids, self.weight_versions))
 
@@ -347,4 +359,6 @@ def _unpack_batch(
     weight_versions: list[int],
 ) -> TrainingBatch:
     tensors = {name: _unpack(array, dtype) for name, (array, dtype) in packed.items()}
-    return TrainingBatch(tensors=tensors, columns=columns, sample_ids=sample_ids, weight_versions=weight_versions)
+    return TrainingBatch(
+        tensors=tensors, columns=columns, sample_ids=sample_ids, weight_versions=weight_versions
+    )

@@ -1,8 +1,8 @@
-"""The configuration: one typed, frozen tree. Each field's description is what ``everstep explain KEY`` prints.
+"""The configuration: one typed, frozen tree. A field's description is what ``everstep explain KEY`` prints.
 
-Units are part of the names: ``_s`` seconds, ``_tokens`` tokens, ``samples_per_step`` samples. A default belongs here and
-nowhere else. Fields exist only once something obeys them. Combinations are checked in ``check.py``, sizes that follow
-from others are computed in ``derive.py``.
+Units are part of the names: ``_s`` seconds, ``_tokens`` tokens, ``samples_per_step`` samples. A default
+belongs here and nowhere else. Fields exist only once something obeys them. Files and overrides become a tree
+in ``load.py``, combinations are checked in ``check.py``, sizes that follow are computed in ``derive.py``.
 """
 
 from __future__ import annotations
@@ -13,28 +13,41 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class ModelConfig(Section):
     path: str = Field(
-        description="Where the model comes from: a directory with config.json (and safetensors or one GGUF file), "
-        "`hf:org/name`, `modelscope:org/name`, or `package:NAME` for a Python package that ships a GGUF file."
+        description="Where the model comes from: a directory with config.json (and safetensors or one "
+        "GGUF file), `hf:org/name`, `modelscope:org/name`, or `package:NAME` for a Python "
+        "package that ships a GGUF file.",
     )
     init: Literal["pretrained", "random"] = Field(
-        "pretrained", description="`pretrained` loads weights from model.path; `random` trains from scratch (config.json only)."
+        "pretrained",
+        description="`pretrained` loads weights from model.path; `random` trains from scratch "
+        "(config.json only).",
     )
     tokenizer: str | None = Field(
         None, description="Directory, file or hub id of the tokenizer; default: model.path."
     )
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Type of parameters and activations. bfloat16 keeps float32 master weights and reduces gradients in float32."
+        "float32",
+        description="Type of parameters and activations. bfloat16 keeps float32 master weights and "
+        "reduces gradients in float32.",
     )
 
 
 class LayoutConfig(Section):
-    replicas: int = Field(1, ge=1, description="Full copies of the model. The replica is the unit that may fail.")
-    spares: int = Field(0, ge=0, description="Warm processes, one device each, that take the place of dead ranks (launcher ray).")
+    replicas: int = Field(
+        1,
+        ge=1,
+        description="Full copies of the model. The replica is the unit that may fail.",
+    )
+    spares: int = Field(
+        0,
+        ge=0,
+        description="Warm processes, one device each, that take the place of dead ranks (launcher ray).",
+    )
     tp: int = Field(1, ge=1, description="Tensor-parallel ranks inside a replica.")
     pp: int = Field(1, ge=1, description="Pipeline stages inside a replica.")
     dp: int = Field(1, ge=1, description="Data-parallel ranks inside a replica (inner DP).")
@@ -42,46 +55,79 @@ class LayoutConfig(Section):
 
 class EngineConfig(Section):
     distributed_optimizer: bool = Field(
-        True, description="Shard optimizer state over the inner data-parallel ranks (Megatron's distributed optimizer)."
+        True,
+        description="Shard optimizer state over the inner data-parallel ranks (Megatron's distributed "
+        "optimizer).",
     )
     recompute: Literal["none", "full"] = Field(
-        "none", description="Activation recomputation: `full` recomputes every layer in backward, to save memory."
+        "none",
+        description="Activation recomputation: `full` recomputes every layer in backward, to save memory.",
     )
     deterministic: bool = Field(
-        True, description="Deterministic kernels: the same seed and layout give bitwise the same weights (slower on GPU)."
+        True,
+        description="Deterministic kernels: the same seed and layout give bitwise the same weights "
+        "(slower on GPU).",
     )
 
 
 class OptimizerConfig(Section):
     lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
     min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of a linear or cosine schedule.")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Learning rate after warm-up.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant",
+        description="Learning rate after warm-up.",
+    )
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up from 0 to lr.")
-    decay_steps: int | None = Field(None, ge=1, description="Optimizer steps until min_lr; default: all steps of the run.")
+    decay_steps: int | None = Field(
+        None,
+        ge=1,
+        description="Optimizer steps until min_lr; default: all steps of the run.",
+    )
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta2.")
     eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; not applied to norms and biases.")
-    clip_grad_norm: float = Field(1.0, ge=0, description="Clip the global gradient norm to this; 0 turns clipping off.")
+    weight_decay: float = Field(
+        0.0,
+        ge=0,
+        description="Decoupled weight decay; not applied to norms and biases.",
+    )
+    clip_grad_norm: float = Field(
+        1.0,
+        ge=0,
+        description="Clip the global gradient norm to this; 0 turns clipping off.",
+    )
 
 
 class DataConfig(Section):
     source: str = Field(
-        description="Training data: a .parquet file, `reasoning_gym:TASK`, or `module:function` returning a list of records."
+        description="Training data: a .parquet file, `reasoning_gym:TASK`, or `module:function` "
+        "returning a list of records.",
     )
-    source_args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of a reasoning_gym task or function.")
-    eval_source: str | None = Field(None, description="Held-out data, same forms as data.source; none: no evaluation.")
-    eval_source_args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of data.eval_source.")
+    source_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Keyword arguments of a reasoning_gym task or function.",
+    )
+    eval_source: str | None = Field(
+        None,
+        description="Held-out data, same forms as data.source; none: no evaluation.",
+    )
+    eval_source_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Keyword arguments of data.eval_source.",
+    )
     format: Literal["chat", "text", "prompt"] = Field(
         "chat",
         description="What a record holds. `chat`: `messages` (list of {role, content}); `text`: `text`; "
-        "`prompt`: `prompt` (string or messages), optional `answer` and further fields, handed to the reward function.",
+        "`prompt`: `prompt` (string or messages), optional `answer` and further fields, "
+        "handed to the reward function.",
     )
     shuffle: bool = Field(True, description="Shuffle the order of each pass over the data (from the seed).")
     max_prompt_tokens: int = Field(512, ge=1, description="Longest prompt in tokens.")
     max_tokens: int = Field(1024, ge=2, description="Longest training sequence in tokens (SFT).")
     too_long: Literal["error", "drop", "truncate"] = Field(
-        "error", description="A record longer than its limit: stop before training, leave it out (reported), or cut it on the left."
+        "error",
+        description="A record longer than its limit: stop before training, leave it out (reported), or "
+        "cut it on the left.",
     )
 
 
@@ -96,8 +142,14 @@ class WarmupConfig(Section):
     steps: int = Field(0, ge=0, description="Optimizer steps of SFT before RL; 0: none.")
     samples_per_step: int = Field(32, ge=1, description="Samples of one warm-up step.")
     lr: float = Field(1e-3, gt=0, description="Learning rate of the warm-up (constant).")
-    source: str | None = Field(None, description="Data of the warm-up, as data.source with data.format=chat or prompt+completion.")
-    source_args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the warm-up source.")
+    source: str | None = Field(
+        None,
+        description="Data of the warm-up, as data.source with data.format=chat or prompt+completion.",
+    )
+    source_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Keyword arguments of the warm-up source.",
+    )
 
 
 class RlConfig(Section):
@@ -105,21 +157,47 @@ class RlConfig(Section):
     prompts_per_step: int = Field(16, ge=1, description="Prompts per iteration, over all replicas.")
     samples_per_prompt: int = Field(8, ge=1, description="Completions per prompt (the group of GRPO).")
     passes: int = Field(1, ge=1, description="Passes over an iteration's samples.")
-    updates_per_pass: int = Field(1, ge=1, description="Optimizer steps per pass; must divide prompts_per_step*samples_per_prompt.")
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(
-        "grpo", description="Advantage estimator: GRPO (group mean and std), Dr.GRPO (group mean only), RLOO (leave-one-out mean)."
+    updates_per_pass: int = Field(
+        1,
+        ge=1,
+        description="Optimizer steps per pass; must divide prompts_per_step*samples_per_prompt.",
     )
-    advantage_eps: float = Field(1e-6, gt=0, description="Added to the group's std (GRPO); verl 1e-6, TRL 1e-4.")
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(
+        "grpo",
+        description="Advantage estimator: GRPO (group mean and std), Dr.GRPO (group mean only), RLOO "
+        "(leave-one-out mean).",
+    )
+    advantage_eps: float = Field(
+        1e-6,
+        gt=0,
+        description="Added to the group's std (GRPO); verl 1e-6, TRL 1e-4.",
+    )
     loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = Field(
         "token-mean", description="How token losses become one number; denominators are global over the step."
     )
     clip_low: float = Field(0.2, ge=0, description="PPO clip range below 1.")
     clip_high: float = Field(0.2, ge=0, description="PPO clip range above 1 (larger: clip-higher).")
-    dual_clip: float | None = Field(3.0, gt=1, description="Dual-clip constant for negative advantages; null: off.")
-    kl_coef: float = Field(0.0, ge=0, description="Coefficient of KL to the reference model in the loss; 0: no reference model is kept.")
-    kl_kind: Literal["k1", "k2", "k3"] = Field("k3", description="KL estimator (Schulman): k1 log-ratio, k2 half square, k3 unbiased positive.")
+    dual_clip: float | None = Field(
+        3.0,
+        gt=1,
+        description="Dual-clip constant for negative advantages; null: off.",
+    )
+    kl_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Coefficient of KL to the reference model in the loss; 0: no reference model is kept.",
+    )
+    kl_kind: Literal["k1", "k2", "k3"] = Field(
+        "k3",
+        description="KL estimator (Schulman): k1 log-ratio, k2 half square, k3 unbiased positive.",
+    )
     entropy_coef: float = Field(0.0, ge=0, description="Entropy bonus.")
-    eval_every: int = Field(0, ge=0, description="Iterations between evaluations on data.eval_source; 0: only before the first and after the last.")
+    eval_every: int = Field(
+        0,
+        ge=0,
+        description="Iterations between evaluations on data.eval_source; 0: only before the first and "
+        "after the last.",
+    )
 
 
 class RolloutConfig(Section):
@@ -130,86 +208,157 @@ class RolloutConfig(Section):
     max_response_tokens: int = Field(256, ge=1, description="Longest completion in tokens.")
     samples_per_batch: int = Field(64, ge=1, description="Sequences generated together by one rank.")
     eval_temperature: float = Field(0.0, ge=0, description="Temperature of evaluation; 0: greedy.")
-    eval_samples: int = Field(128, ge=1, description="Prompts of one evaluation (the first ones of the held-out data).")
+    eval_samples: int = Field(
+        128,
+        ge=1,
+        description="Prompts of one evaluation (the first ones of the held-out data).",
+    )
 
 
 class RewardConfig(Section):
     function: str | None = Field(
         None,
-        description="`module:function(prompt, completion, record) -> float`, or a name of everstep.rl.rewards; "
-        "default: the task's own scorer for reasoning_gym sources.",
+        description="`module:function(prompt, completion, record) -> float`, or a name of "
+        "everstep.rl.rewards; default: the task's own scorer for reasoning_gym sources.",
     )
-    args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments bound to the reward function.")
+    args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Keyword arguments bound to the reward function.",
+    )
 
 
 class TrainConfig(Section):
     micro_batch_size: int = Field(1, ge=1, description="Samples of one forward pass on one rank.")
     verify_every: int = Field(
-        0, ge=0, description="Commits between comparisons of all replicas' state hashes; 0: only at the end of the run."
+        0,
+        ge=0,
+        description="Commits between comparisons of all replicas' state hashes; 0: only at the end of "
+        "the run.",
     )
 
 
 class CheckpointConfig(Section):
-    every_steps: int = Field(0, ge=0, description="Committed steps between checkpoints; 0: only at the end of the run.")
-    keep_last: int = Field(2, ge=1, description="Complete checkpoints kept; older ones are deleted after a newer one is complete.")
+    every_steps: int = Field(
+        0,
+        ge=0,
+        description="Committed steps between checkpoints; 0: only at the end of the run.",
+    )
+    keep_last: int = Field(
+        2,
+        ge=1,
+        description="Complete checkpoints kept; older ones are deleted after a newer one is complete.",
+    )
     at_end: bool = Field(True, description="Save when the run ends.")
 
 
 class RecoveryConfig(Section):
-    enabled: bool = Field(True, description="false: the same loop without links; the death of a rank ends the run.")
+    enabled: bool = Field(
+        True,
+        description="false: the same loop without links; the death of a rank ends the run.",
+    )
     mode: Literal["retry"] = Field(
         "retry", description="After a death survivors void the step and recompute all of it together."
     )
-    min_replicas: int = Field(1, ge=1, description="With fewer living replicas the run waits for a spare, or stops resumable.")
+    min_replicas: int = Field(
+        1,
+        ge=1,
+        description="With fewer living replicas the run waits for a spare, or stops resumable.",
+    )
     heartbeat_s: float = Field(1.0, gt=0, description="Seconds between progress reports of a rank.")
-    silence_s: float = Field(30.0, gt=0, description="A rank that says nothing for this long (frozen process, lost node) is killed and replaced.")
-    step_timeout_s: float = Field(600.0, gt=0, description="Deadline of one phase of a step (compute, reduce, vote).")
+    silence_s: float = Field(
+        30.0,
+        gt=0,
+        description="A rank that says nothing for this long (frozen process, lost node) is killed and "
+        "replaced.",
+    )
+    step_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="Deadline of one phase of a step (compute, reduce, vote).",
+    )
     link_timeout_s: float = Field(60.0, gt=0, description="Deadline to form a link between replicas.")
-    heal_timeout_s: float = Field(300.0, gt=0, description="Deadline to bring one rank to the current step from its peer.")
-    reform_timeout_s: float = Field(180.0, gt=0, description="Deadline to re-form a broken replica around a spare.")
+    heal_timeout_s: float = Field(
+        300.0,
+        gt=0,
+        description="Deadline to bring one rank to the current step from its peer.",
+    )
+    reform_timeout_s: float = Field(
+        180.0,
+        gt=0,
+        description="Deadline to re-form a broken replica around a spare.",
+    )
 
 
 class Fault(Section):
     step: int = Field(ge=1, description="Global step (as logged) in which the fault happens.")
-    phase: Literal["compute", "reduce", "vote", "heal"] = Field("compute", description="Phase of the step transaction.")
+    phase: Literal["compute", "reduce", "vote", "heal"] = Field(
+        "compute",
+        description="Phase of the step transaction.",
+    )
     kind: Literal["kill", "stop"] = Field("kill", description="`kill`: SIGKILL; `stop`: SIGSTOP.")
     replica: int = Field(0, ge=0, description="Victim's replica.")
     rank: int = Field(0, ge=0, description="Victim's rank inside its replica.")
-    delay_s: float = Field(0.0, ge=0, description="Seconds between the victim's entry into the phase and the signal.")
+    delay_s: float = Field(
+        0.0,
+        ge=0,
+        description="Seconds between the victim's entry into the phase and the signal.",
+    )
 
 
 class TelemetryConfig(Section):
     tensorboard: bool = Field(True, description="Write metrics for TensorBoard to RUN/tensorboard.")
     progress: Literal["auto", "rich", "plain", "off"] = Field(
-        "auto", description="Progress display: `rich` live table, `plain` one line per step; auto: rich on a terminal."
+        "auto",
+        description="Progress display: `rich` live table, `plain` one line per step; auto: rich on a "
+        "terminal.",
     )
     show_completions: int = Field(1, ge=0, description="Completions printed per RL iteration.")
 
 
 class RayConfig(Section):
     address: str | None = Field(
-        None, description="Address of a running Ray cluster (`auto`, `HOST:PORT`); default: start one for this run."
+        None,
+        description="Address of a running Ray cluster (`auto`, `HOST:PORT`); default: start one for "
+        "this run.",
     )
-    start_timeout_s: float = Field(180.0, gt=0, description="Deadline for all ranks and spares to be placed and ready.")
+    start_timeout_s: float = Field(
+        180.0,
+        gt=0,
+        description="Deadline for all ranks and spares to be placed and ready.",
+    )
 
 
 class LocalConfig(Section):
-    port: int = Field(0, ge=0, le=65535, description="Port of torchrun's rendezvous for `launcher=local`; 0: a free one.")
+    port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port of torchrun's rendezvous for `launcher=local`; 0: a free one.",
+    )
 
 
 class Config(Section):
     recipe: Literal["sft", "grpo"] = Field(description="What to do: supervised fine-tuning or GRPO.")
-    run_dir: str = Field("runs/default", description="Folder of this run: configs, checkpoints, logs, events, tensorboard, report.")
+    run_dir: str = Field(
+        "runs/default",
+        description="Folder of this run: configs, checkpoints, logs, events, tensorboard, report.",
+    )
     launcher: Literal["auto", "ray", "local"] = Field(
-        "auto", description="`ray`: controller and actors; `local`: torchrun, one replica; auto: local under torchrun, else ray."
+        "auto",
+        description="`ray`: controller and actors; `local`: torchrun, one replica; auto: local under "
+        "torchrun, else ray.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if a device is present.")
     seed: int = Field(0, ge=0, description="Seed of data order, initialisation, dropout and sampling.")
     resume: str = Field(
-        "never", description="`never`, `auto` (newest complete checkpoint, if any), `must`, a checkpoint folder, or a step number."
+        "never",
+        description="`never`, `auto` (newest complete checkpoint, if any), `must`, a checkpoint folder, "
+        "or a step number.",
     )
     env: dict[str, str] = Field(
-        default_factory=dict, description="Environment variables for every rank and spare (NCCL settings, ...); reserved names are refused."
+        default_factory=dict,
+        description="Environment variables for every rank and spare (NCCL settings, ...); reserved "
+        "names are refused.",
     )
     model: ModelConfig
     layout: LayoutConfig = LayoutConfig()
@@ -224,7 +373,10 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     recovery: RecoveryConfig = RecoveryConfig()
-    faults: list[Fault] = Field(default_factory=list, description="Faults to inject, for tests and demonstrations.")
+    faults: list[Fault] = Field(
+        default_factory=list,
+        description="Faults to inject, for tests and demonstrations.",
+    )
     telemetry: TelemetryConfig = TelemetryConfig()
     ray: RayConfig = RayConfig()
     local: LocalConfig = LocalConfig()

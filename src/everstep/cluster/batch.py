@@ -2,16 +2,16 @@
 
 Legend: B samples, T token columns. A batch holds
 
-    tensors          name -> Tensor. (B,) is one number per sample; (B, T, ...) is one entry per token, and all
-                     of these share the same T. Sequences are right-padded: [prompt, response, pad].
+    tensors          name -> Tensor. (B,) is one number per sample; (B, T, ...) is one entry per token;
+                     all of these share one T. Sequences are right-padded: [prompt, response, pad].
     columns          name -> list of B Python values (prompt text, the data record, a completion).
     sample_ids       B unique strings. Every operation carries them along, so that the ledger can prove that
                      no sample was lost or used twice.
     weight_versions  B ints: the committed step of the weights that made the sample, -1 if no model made it.
 
 Operations never change a batch; they return a new one, which may share memory with the old one (``slice``,
-``chunk``) or not (``select``, ``pad_to``). A batch that came out of Ray's object store lies in read-only shared
-memory: ``clone()`` it before writing into its tensors.
+``chunk``) or not (``select``, ``pad_to``). A batch that came out of Ray's object store lies in read-only
+shared memory: ``clone()`` it before writing into its tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everstep.errors import EverstepError
+from everstep.errors import BadInput
 
 # torch dtypes that numpy lacks travel as integers of the same size.
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -34,7 +34,7 @@ _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NO_MODEL = -1  # weight version of a sample that no model made
 
 
-class BatchError(EverstepError, ValueError):
+class BatchError(BadInput, ValueError):
     """A TrainingBatch was built or combined wrongly; ``key`` is the tensor, column or operation at fault."""
 
     def __init__(self, key: str, problem: str):
@@ -49,8 +49,8 @@ class BatchError(EverstepError, ValueError):
 class TrainingBatch:
     """Samples with their tensors, Python values, ids and weight versions. See the module's docstring.
 
-    Raises BatchError if a first dimension, a list length or a width disagrees with the number of ids, or if an
-    id occurs twice.
+    Raises BatchError if a first dimension, a list length or a width disagrees with the number of ids, or if
+    an id occurs twice.
     """
 
     tensors: dict[str, Tensor]
@@ -96,7 +96,7 @@ class TrainingBatch:
                     raise BatchError(
                         name,
                         f"shape {tuple(tensor.shape)}, but {width_of[0]} has {width_of[1]} token columns; "
-                        "all token tensors of a batch share one width (a fixed vector per sample belongs in columns)",
+                        "all token tensors of a batch share one width (fixed vectors belong in columns)",
                     )
 
     # ---------------------------------------------------------------- looking
@@ -139,7 +139,7 @@ class TrainingBatch:
         return [int(n) for n in self["attention_mask"].sum(dim=1).tolist()]
 
     def equal(self, other: TrainingBatch) -> bool:
-        """Same ids, versions and columns in the same order, and bitwise the same tensors of the same dtypes."""
+        """Same ids, versions, columns, and bitwise the same tensors of the same dtypes, in the same order."""
         return (
             self.sample_ids == other.sample_ids
             and self.weight_versions == other.weight_versions
@@ -191,14 +191,14 @@ class TrainingBatch:
         return parts
 
     def chunk(self, n: int) -> list[TrainingBatch]:
-        """Exactly ``n`` consecutive slices; sizes differ by at most 1, larger first; some are empty if n > B."""
+        """Exactly ``n`` consecutive slices; sizes differ by at most 1, larger first; empty ones if n > B."""
         if n < 1:
             raise BatchError("chunk", f"cannot cut a batch into {n} chunks")
         small, larger = divmod(len(self), n)
         return self.split_sizes([small + 1] * larger + [small] * (n - larger))
 
     def repeat(self, times: int) -> list[TrainingBatch]:
-        """``times`` copies of this batch, sharing memory; the ids of copy k become ``id#k`` to stay unique."""
+        """``times`` copies of this batch, sharing memory; the ids of copy k become ``id#k``."""
         if times < 1:
             raise BatchError("repeat", f"cannot repeat a batch {times} times")
         return [self._with(sample_ids=[f"{sid}#{k}" for sid in self.sample_ids]) for k in range(times)]
@@ -250,7 +250,7 @@ class TrainingBatch:
         return self._with(tensors={n: _padded(t, width) for n, t in self.tensors.items()})
 
     def trim(self) -> TrainingBatch:
-        """Drop trailing columns in which no sample has a real token (by ``attention_mask``); keep at least one."""
+        """Drop trailing columns without a real token in any sample (``attention_mask``); keep one."""
         real = self["attention_mask"].ne(0).any(dim=0).nonzero()
         if not len(self):
             return self._with()
@@ -292,8 +292,9 @@ class TrainingBatch:
     # ---------------------------------------------------------------- travelling
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # As numpy arrays: they go out of band under pickle protocol 5 (so that Ray shares the memory instead of
-        # copying it), and a slice carries its own bytes only, where torch would pickle the storage behind it.
+        # As numpy arrays: they go out of band under pickle protocol 5 (so that Ray shares the memory
+        # instead of copying it), and a slice carries its own bytes only, where torch would pickle the
+        # storage behind it.
         packed = {n: _pack(t) for n, t in self.tensors.items()}
         return (_unpack_batch, (packed, self.columns, self.sample_ids, self.weight_versions))
 

@@ -1,0 +1,1 @@
+"""Where processes live: batches that travel, dispatch, placement, environments, and the two launchers."""

@@ -1,16 +1,16 @@
 """The event log: what happened, when, in which epoch and step, told by each process in its own words.
 
-One append-only JSONL file per process, ``RUN/events/<who>.jsonl``. A line is one event, written by one ``write`` to a
-descriptor opened with ``O_APPEND``, so a process killed at any instant leaves whole lines and at most one torn line at
-the very end. The reader tolerates exactly that and reports it; anything else unreadable is an error, because a log
-that is silently incomplete proves nothing.
+One append-only JSONL file per process, ``RUN/events/<who>.jsonl``. A line is one event, written by one
+``write`` to a descriptor opened with ``O_APPEND``, so a process killed at any instant leaves whole lines and
+at most one torn line at the very end. The reader tolerates exactly that and reports it; anything else
+unreadable is an error, because a log that is silently incomplete proves nothing.
 
-Every number that the report prints (recovery times, steps and samples lost) is computed from these files alone. The
-registry ``EVENTS`` below is the contract between who writes them and who reads them: an event that is not in it, or
-that lacks a field it promises, is refused where it is written.
+Every number that the report prints (recovery times, steps and samples lost) is computed from these files
+alone. The registry ``EVENTS`` below is the contract between who writes them and who reads them: an event that
+is not in it, or that lacks a field it promises, is refused where it is written.
 
-Clocks: ``t_wall`` (seconds since 1970) orders events across machines, ``t_mono`` (seconds, arbitrary origin, shared by
-all processes of one machine) measures spans; ``seconds_between`` picks the right one.
+Clocks: ``t_wall`` (seconds since 1970) orders events across machines, ``t_mono`` (seconds, arbitrary origin,
+shared by all processes of one machine) measures spans; ``seconds_between`` picks the right one.
 """
 
 from __future__ import annotations
@@ -45,78 +45,152 @@ class EventKind:
     needs_epoch: bool = False
 
 
-def _kind(by: str, meaning: str, *required: str, step: bool = False, epoch: bool = False) -> EventKind:
-    return EventKind(meaning=meaning, by=by, required=required, needs_step=step, needs_epoch=epoch)
+def _kind(by: str, meaning: str, required: str = "", *, step: bool = False, epoch: bool = False) -> EventKind:
+    return EventKind(meaning, by, tuple(required.split()), needs_step=step, needs_epoch=epoch)
 
 
-# Units: *_s seconds, *_bytes bytes. `replica`, `rank`: position of the process concerned (not always the writer).
-# `members`: list of the replicas that take part. `samples`: list of sample ids, unique in the run but for `pass`.
+# Units: *_s and `seconds` seconds, *_bytes bytes. `replica`, `rank`: the position concerned (not always the
+# writer). `members`: replicas that take part. `samples`: sample ids; a sample used in several passes of one
+# RL iteration is told apart by the optional field `rl_pass` of begin and commit.
 EVENTS: dict[str, EventKind] = {
     # a run
-    "run_start": _kind("lead", "The run begins or resumes; `step` is the last committed step it starts from.",
-                       "attempt", "recipe", "launcher", "replicas", "spares", step=True),
+    "run_start": _kind(
+        "lead",
+        "The run begins or resumes; `step` is the last committed step it starts from.",
+        "attempt recipe launcher replicas spares",
+        step=True,
+    ),
     "run_end": _kind("lead", "The run ended; `status` is done, failed or interrupted.", "status"),
-    "process_start": _kind("rank", "A worker process is up (imports done, device ready), not yet placed.", "device"),
-    "form": _kind("rank", "The process took a place in a replica and joined its process groups.",
-                  "replica", "rank", epoch=True),
-    "release": _kind("rank", "The process left its replica's process groups (its replica broke or the run ends).",
-                     "replica", "rank"),
-    "model_ready": _kind("rank", "Model and optimizer are built; `source` is pretrained, random, heal or checkpoint.",
-                         "replica", "rank", "source"),
-    "call": _kind("lead", "A worker method was called through a dispatch; bytes and seconds of the whole call.",
-                  "method", "dispatch", "sent_bytes", "seconds"),
+    "process_start": _kind(
+        "rank", "A worker process is up (imports done, device ready), not yet placed.", "device"
+    ),
+    "form": _kind(
+        "rank",
+        "The process took a place in a replica and joined its process groups.",
+        "replica rank",
+        epoch=True,
+    ),
+    "release": _kind(
+        "rank", "The process left its replica's process groups (broken, or the run ends).", "replica rank"
+    ),
+    "model_ready": _kind(
+        "rank",
+        "Model and optimizer hold weights; `source`: pretrained, random, heal, checkpoint.",
+        "replica rank source",
+    ),
+    "call": _kind(
+        "lead",
+        "A worker method was called through a dispatch; bytes sent and seconds of the whole call.",
+        "method dispatch sent_bytes seconds",
+    ),
     "metrics": _kind("lead", "The metrics of a step, as written to metrics.jsonl.", "values", step=True),
     # a step transaction
-    "begin": _kind("lead", "A transaction begins; `samples` are all samples of the step, over all members.",
-                   "members", "samples", step=True, epoch=True),
-    "compute": _kind("rank", "The rank starts forward/backward of its slots.",
-                     "replica", "rank", "slots", step=True, epoch=True),
-    "computed": _kind("rank", "The rank holds the gradient sums of its slots.",
-                      "replica", "rank", "slots", "seconds", step=True, epoch=True),
-    "reduce": _kind("rank", "The rank enters the reduce over the link.", "replica", "rank", step=True, epoch=True),
-    "vote": _kind("rank", "The rank holds the total and says so to the lead.",
-                  "replica", "rank", "ledger", "divisor", "finite", step=True, epoch=True),
-    "void": _kind("both", "An attempt at the step was given up; nothing of it counts. `cause` says why.",
-                  "cause", step=True, epoch=True),
-    "commit": _kind("lead", "The step is durably recorded. `kind`: apply, or skip (samples used, weights unchanged).",
-                    "kind", "members", "samples", "divisor", step=True, epoch=True),
-    "apply": _kind("rank", "The rank's optimizer applied the committed total.", "replica", "rank", step=True, epoch=True),
-    "skip": _kind("rank", "The rank passed over a committed step without an update (non-finite total).",
-                  "replica", "rank", step=True, epoch=True),
-    "drop": _kind("lead", "Samples that will never be used, and why (too long, quarantined).", "samples", "reason"),
-    "verify": _kind("lead", "State hashes of all ranks were compared; `equal` over the replicas, per position.",
-                    "equal", "hashes", step=True),
+    "begin": _kind(
+        "lead",
+        "A step begins; `samples`: all of its samples, over all members.",
+        "members samples",
+        step=True,
+        epoch=True,
+    ),
+    "compute": _kind(
+        "rank", "The rank starts forward/backward of its slots.", "replica rank slots", step=True, epoch=True
+    ),
+    "computed": _kind(
+        "rank",
+        "The rank holds the gradient sums of its slots.",
+        "replica rank slots seconds",
+        step=True,
+        epoch=True,
+    ),
+    "reduce": _kind(
+        "rank", "The rank enters the reduce over the link.", "replica rank", step=True, epoch=True
+    ),
+    "vote": _kind(
+        "rank",
+        "The rank holds the total and says so; `ledger`: the slots in it.",
+        "replica rank ledger divisor finite",
+        step=True,
+        epoch=True,
+    ),
+    "void": _kind(
+        "both", "An attempt at a step was given up; nothing of it counts.", "cause", step=True, epoch=True
+    ),
+    "commit": _kind(
+        "lead",
+        "The step is durably recorded. `kind`: apply, or skip (samples used up, weights unchanged).",
+        "kind members samples divisor",
+        step=True,
+        epoch=True,
+    ),
+    "apply": _kind(
+        "rank", "The optimizer applied the committed total.", "replica rank", step=True, epoch=True
+    ),
+    "skip": _kind(
+        "rank", "The rank passed over a commit of kind skip.", "replica rank", step=True, epoch=True
+    ),
+    "drop": _kind("lead", "Samples that will never be used, and why.", "samples reason"),
+    "verify": _kind("lead", "The state hashes of all ranks were compared.", "equal hashes", step=True),
     # membership
-    "view": _kind("lead", "A new view is in force.", "members", "cause", epoch=True),
-    "obey": _kind("rank", "The rank saw a new view and switched to it.", "replica", "rank", epoch=True),
-    "fault": _kind("both", "A fault is injected now (the signal follows within microseconds).",
-                   "replica", "rank", "kind", "phase", step=True),
-    "death": _kind("lead", "The death (or silence) of a rank was noticed; `epoch` and `step` are those of that moment.",
-                   "replica", "rank", "cause", step=True, epoch=True),
-    "expel": _kind("lead", "A silent rank was killed and confirmed dead.", "replica", "rank", "cause"),
-    "fenced": _kind("rank", "The process held an older epoch than the coordinator and stopped contributing.",
-                    "replica", "rank", epoch=True),
-    "spare_used": _kind("lead", "A spare takes the place of a dead rank.", "replica", "rank", "spare"),
+    "view": _kind("lead", "A new view is in force.", "members cause", epoch=True),
+    "obey": _kind("rank", "The rank saw a new view and switched to it.", "replica rank", epoch=True),
+    "fault": _kind(
+        "both", "A fault is injected now; the signal follows at once.", "replica rank kind phase", step=True
+    ),
+    "death": _kind(
+        "lead",
+        "The death or silence of a rank was noticed; epoch and step are those in force at that moment.",
+        "replica rank cause",
+        step=True,
+        epoch=True,
+    ),
+    "expel": _kind("lead", "A silent rank was killed and confirmed dead.", "replica rank cause"),
+    "fenced": _kind(
+        "rank",
+        "The process held an older epoch than the coordinator and stopped.",
+        "replica rank",
+        epoch=True,
+    ),
+    "spare_used": _kind("lead", "A spare takes the place of a dead rank.", "replica rank spare"),
     "spare_ready": _kind("lead", "A spare is warm; `spares` counts the warm ones.", "spares"),
-    "link_build": _kind("lead", "A link is being built over these members.", "link", "members"),
-    "link_ready": _kind("both", "Every rank of the members acknowledged the link (lead), or this rank did (rank).",
-                        "link", "members"),
-    "heal_start": _kind("rank", "The rank begins to receive the state of its peer; `source` is the peer's replica.",
-                        "replica", "rank", "source", step=True),
-    "heal_done": _kind("rank", "The rank holds the state of `step`, checksums verified.",
-                       "replica", "rank", "source", "heal_bytes", "seconds", step=True),
-    "join": _kind("lead", "A healed replica takes part from the next step on; `members` includes it.",
-                  "replica", "members", step=True, epoch=True),
+    "link_build": _kind("lead", "A link is being built over these members.", "link members"),
+    "link_ready": _kind(
+        "both", "All members acknowledged the link (lead), or this rank did (rank).", "link members"
+    ),
+    "heal_start": _kind(
+        "rank",
+        "The rank begins to receive its peer's state; `source`: the peer's replica.",
+        "replica rank source",
+        step=True,
+    ),
+    "heal_done": _kind(
+        "rank",
+        "The rank holds the state of `step`, verified.",
+        "replica rank source heal_bytes seconds",
+        step=True,
+    ),
+    "join": _kind(
+        "lead",
+        "Healed replicas take part from the next step on; `members`: all that do, them included.",
+        "replica members",
+        step=True,
+        epoch=True,
+    ),
     # disk
-    "save": _kind("lead", "A checkpoint is complete and its pointer names it.", "path", "checkpoint_bytes", "seconds",
-                  step=True),
+    "save": _kind(
+        "lead",
+        "A checkpoint is complete and its pointer names it.",
+        "path checkpoint_bytes seconds",
+        step=True,
+    ),
     "load": _kind("both", "State was read from a checkpoint.", "path", step=True),
     "delete": _kind("lead", "An older checkpoint was removed.", "path"),
     # trouble that is no fault of a rank
-    "error": _kind("both", "A typed error ended the work of this process.", "error", "message"),
+    "error": _kind("both", "An error ended the work of this process.", "error message"),
     # written by the log itself
-    "torn_tail": _kind("both", "The line before this one was cut by a death; `tail_bytes` is its length.", "tail_bytes"),
-}  # fmt: skip
+    "torn_tail": _kind(
+        "both", "The line before this one was cut by a death; `tail_bytes`: its length.", "tail_bytes"
+    ),
+}
 
 HEADER = ("t_wall", "t_mono", "who", "pid", "host", "epoch", "step", "event")
 _WHO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*\Z")
@@ -152,10 +226,11 @@ class EventLog:
 
     Args:
         path: the file, usually ``RUN/events/<who>.jsonl``; its folder is created.
-        who: name of this process in the run, e.g. ``lead``, ``rank-0-1``, ``spare-2``; letters, digits, ``. _ @ -``.
+        who: name of this process in the run (``lead``, ``rank-0-1``, ``spare-2``); letters, digits, ``. _ @
+        -``.
 
-    A file left with a torn last line by an earlier process is sealed on opening (newline, then ``torn_tail``), so that
-    the fragment can never be joined with a line of ours.
+    A file left with a torn last line by an earlier process is sealed on opening (newline, then
+    ``torn_tail``), so that the fragment can never be joined with a line of ours.
     """
 
     def __init__(self, path: str | os.PathLike[str], who: str):
@@ -176,16 +251,16 @@ class EventLog:
                 self._write(self._encode("torn_tail", None, None, {"tail_bytes": self._torn_bytes}))
 
     def emit(self, event: str, *, step: int | None = None, epoch: Epoch | None = None, **fields: Any) -> None:
-        """Append one event. It survives the death of this process the moment this returns (not of the machine).
+        """Append one event. Once this returns it survives the death of this process (not of the machine).
 
-        Raises ``ValueError`` for an event the registry does not know or a promised field that is missing, ``OSError``
-        when the disk refuses.
+        Raises ``ValueError`` for an event the registry does not know or a promised field that is missing,
+        ``OSError`` when the disk refuses.
         """
         kind = EVENTS.get(event)
         if kind is None:
             near = difflib.get_close_matches(event, EVENTS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown event {event!r}{hint} (register it in everstep.telemetry.events.EVENTS)")
+            raise ValueError(f"unknown event {event!r}{hint} (registry: everstep.telemetry.events.EVENTS)")
         missing = [name for name in kind.required if name not in fields]
         if kind.needs_step and step is None:
             missing.append("step")
@@ -234,7 +309,9 @@ class EventLog:
         if self._fd < 0:
             raise ValueError(f"the event log {self.path} is closed")
         if os.getpid() != self._pid:
-            raise ValueError(f"the event log {self.path} belongs to process {self._pid}: a forked child opens its own")
+            raise ValueError(
+                f"{self.path} belongs to process {self._pid}: a forked child opens its own event log"
+            )
         if self._torn_bytes:  # a fragment stands at the end: seal it in the same write
             line = b"\n" + line
         done = os.write(self._fd, line)
@@ -265,8 +342,9 @@ class History:
 def read_history(folder: str | os.PathLike[str]) -> History:
     """Read every ``*.jsonl`` of an events folder.
 
-    Order: wall clock, then file and position in it (events of one process never change their order, even if its clock
-    was set back). A torn last line is left out and reported; every other defect raises ``EventLogError`` with file and line.
+    Order: wall clock, then file and position in it; events of one process keep their order even if its clock
+    was set back. A torn last line is left out and reported; every other defect raises ``EventLogError`` with
+    file and line.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -290,7 +368,7 @@ def read_events(folder: str | os.PathLike[str]) -> list[Event]:
 
 
 def seconds_between(first: Event, second: Event) -> float:
-    """Seconds from one event to another: the monotonic clock within one machine, the wall clock across machines."""
+    """Seconds from one event to another: monotonic clock within one machine, wall clock across machines."""
     if first.host == second.host:
         return second.t_mono - first.t_mono
     return second.t_wall - first.t_wall
@@ -312,7 +390,7 @@ def of_kind(events: Iterable[Event], *kinds: str) -> list[Event]:
 
 
 def to_json(row: Mapping[str, Any]) -> str:
-    """Compact, strict JSON (any reader accepts it): a number that is not finite becomes "NaN", "Infinity" or "-Infinity"."""
+    """Compact strict JSON; numbers that are not finite become "NaN", "Infinity", "-Infinity" (strings)."""
     try:
         return json.dumps(row, separators=(",", ":"), default=_plain, allow_nan=False)
     except ValueError:
@@ -363,14 +441,14 @@ def _read_file(path: Path) -> tuple[list[Event], list[TornTail]]:
     torn = [TornTail(path, len(rest))] if rest else []
     lines = whole.split(b"\n") if whole else []
     events: list[Event] = []
-    fragment: tuple[int, int] | None = None  # (line number, length) of an unreadable line, to be explained by the next
+    fragment: tuple[int, int] | None = None  # line number, length
     for number, line in enumerate(lines, start=1):
         event = _parse(line)
         if fragment is not None:
             if event is None or event.event != "torn_tail" or event.get("tail_bytes") != fragment[1]:
                 raise EventLogError(
-                    f"{path}:{fragment[0]}: not an event, and no torn_tail follows: the file was changed or mixed with "
-                    "other output; the history it tells cannot be trusted"
+                    f"{path}:{fragment[0]}: not an event, and no torn_tail follows: the file was changed or "
+                    "mixed with other output; the history it tells cannot be trusted"
                 )
             torn.append(TornTail(path, fragment[1]))
             fragment = None
@@ -379,12 +457,13 @@ def _read_file(path: Path) -> tuple[list[Event], list[TornTail]]:
         else:
             events.append(event)
     if fragment is not None:
-        raise EventLogError(f"{path}:{fragment[0]}: not an event though its line is complete: the file was changed")
+        raise EventLogError(f"{path}:{fragment[0]}: a complete line that is no event: the file was changed")
     return events, torn
 
 
 def _parse(line: bytes) -> Event | None:
-    """One event, or None if the line is none. Unknown event names are kept: a newer version may have written them."""
+    """One event, or None if the line is none. Unknown event names are kept: a newer version may write
+    them."""
     try:
         row = json.loads(line)
     except ValueError:

@@ -1,0 +1,258 @@
+"""The coordinator at work: takes the ranks' messages, lets the pure :class:`Coordinator` decide, makes it durable, publishes.
+
+Order of one event: decide -> fsync the commit record -> hand the records to every connection, all under one lock, so that
+every rank sees the same log. The single line that makes a step durable is ``self._log.write(record)``.
+"""
+
+from __future__ import annotations
+
+import hmac
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep.errors import InvariantViolated
+from everstep.recovery import wire
+from everstep.recovery.commitlog import CommitLog
+from everstep.recovery.coordinator import Coordinator
+from everstep.recovery.view import Kind, Member, Record, Vote
+from everstep.telemetry.events import EventLog
+
+HELLO_TIMEOUT_S = 10.0
+
+
+@dataclass
+class Progress:
+    """What a rank last said of itself. ``heard`` is this machine's monotonic clock."""
+
+    heard: float
+    step: int = 0
+    phase: str = "idle"
+    pid: int = 0
+    host: str = ""
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+class _Session:
+    """One rank's connection: a reader thread and a writer thread, so that a frozen rank delays nobody else."""
+
+    def __init__(self, worker: str, sock: socket.socket):
+        self.worker, self.sock = worker, sock
+        self.outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+
+    def write_loop(self) -> None:
+        while (message := self.outbox.get()) is not None:
+            try:
+                wire.send(self.sock, message)
+            except wire.Closed:
+                return  # the reader sees the same and reports it
+
+    def close(self) -> None:
+        self.outbox.put(None)
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # already closed by the other end
+        self.sock.close()
+
+
+class CoordinatorServer:
+    """Owns the coordinator of one run.
+
+    ``on_phase(worker, step, phase)`` is called when a rank enters a phase (fault injection listens here), ``on_death(worker,
+    cause)`` once for every worker that is expelled (its process must then be killed and confirmed dead: rule 8), ``on_record``
+    for every record published. They run on the server's threads, outside its lock, and must not block.
+    """
+
+    def __init__(
+        self, coordinator: Coordinator, log: CommitLog, events: EventLog, token: str, silence_s: float,
+        place: Callable[[str], tuple[int, int]], on_phase: Callable[[str, int, str], None],
+        on_death: Callable[[str, str], None], on_record: Callable[[Record], None], host: str = "127.0.0.1",
+    ):
+        self.coordinator, self._log, self._events, self._token = coordinator, log, events, token
+        self._place = place
+        self._silence_s, self._on_phase, self._on_death, self._on_record = silence_s, on_phase, on_death, on_record
+        self._changed = threading.Condition(threading.RLock())
+        self._sessions: dict[str, _Session] = {}
+        self._published: list[dict[str, Any]] = []
+        self._healing: frozenset[int] = frozenset()
+        self.progress: dict[str, Progress] = {}
+        self.dead: dict[str, str] = {}
+        self.failure: InvariantViolated | None = None
+        self._closed = False
+        self._socket = socket.create_server((host, 0), backlog=256)
+        self.address: tuple[str, int] = (host, self._socket.getsockname()[1])
+        threading.Thread(target=self._accept_loop, name="coordinator-accept", daemon=True).start()
+        threading.Thread(target=self._silence_loop, name="coordinator-silence", daemon=True).start()
+
+    # -- for the controller ---------------------------------------------------------------------------------------------
+
+    def open(self, members: list[Member]) -> None:
+        self._event(lambda: self.coordinator.open(members))
+
+    def begin(self, step: int, samples: tuple[str, ...]) -> None:
+        with self._changed:
+            self.coordinator.begin(step, samples)
+        view = self.coordinator.view
+        self._events.emit("begin", step=step, epoch=view.epoch.key, members=list(view.replicas), samples=list(samples))
+
+    def joiner(self, member: Member) -> None:
+        self._event(lambda: self.coordinator.joiner(member))
+
+    def expel(self, worker: str, cause: str) -> None:
+        """Take a worker out of every view. Idempotent; returns after the new view is published."""
+        with self._changed:
+            if worker in self.dead or self._closed:
+                return
+            self.dead[worker] = cause
+            session = self._sessions.pop(worker, None)
+        replica, rank = self._place(worker)
+        self._events.emit("death", step=self.coordinator.committed + 1, epoch=self.coordinator.view.epoch.key,
+                          replica=replica, rank=rank, worker=worker, cause=cause)
+        self._event(lambda: self.coordinator.death(worker, cause))
+        if session:
+            session.close()
+        self._on_death(worker, cause)
+
+    def wait(self, condition: Callable[[Coordinator], bool], timeout_s: float) -> bool:
+        """Wait until ``condition`` holds after some event; False at the deadline. Raises a stored InvariantViolated."""
+        with self._changed:
+            held = self._changed.wait_for(lambda: self.failure is not None or condition(self.coordinator), timeout_s)
+            if self.failure:
+                raise self.failure
+            return held
+
+    def connected(self, worker: str) -> bool:
+        return worker in self._sessions
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            sessions = list(self._sessions.values())
+            self._sessions.clear()
+        self._socket.close()
+        for session in sessions:
+            session.close()
+        self._log.close()
+
+    # -- the order of an event --------------------------------------------------------------------------------------------
+
+    def _event(self, decide: Callable[[], list[Record]]) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            try:
+                records = decide()
+            except InvariantViolated as error:
+                self.failure = error
+                self._changed.notify_all()
+                return
+            for record in records:
+                if record.kind is not Kind.BUILD:
+                    self._log.write(record)
+                message = {"type": "record", "record": record.to_json()}
+                self._published.append(message)
+                self._note(record)
+                for session in self._sessions.values():
+                    session.outbox.put(message)
+            self._changed.notify_all()
+        for record in records:
+            self._on_record(record)
+
+    def _note(self, record: Record) -> None:
+        view, members = record.view, list(record.view.replicas)
+        match record.kind:
+            case Kind.COMMIT:
+                assert record.epoch is not None
+                self._events.emit("commit", step=record.step, epoch=record.epoch.key, kind=str(record.outcome),
+                                  members=members, samples=list(record.samples), divisor=record.divisor,
+                                  next_epoch=view.epoch.key, healing=sorted(view.healing))
+                for replica in sorted(self._healing - view.healing):
+                    if view.member(replica):
+                        self._events.emit("join", step=record.step, epoch=view.epoch.key, replica=replica,
+                                          members=list(view.contributors))
+                self._healing = view.healing
+            case Kind.VIEW:
+                self._events.emit("view", step=view.committed, epoch=view.epoch.key, members=members,
+                                  healing=sorted(view.healing), cause=record.cause)
+                self._healing = view.healing
+            case Kind.BUILD:
+                self._events.emit("link_build", link=view.link_id, members=members)
+
+    # -- connections -----------------------------------------------------------------------------------------------------
+
+    def _accept_loop(self) -> None:
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._serve, args=(sock,), name="coordinator-session", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        wire.tune(sock)
+        sock.settimeout(HELLO_TIMEOUT_S)
+        try:
+            hello = wire.receive(sock)
+        except (wire.Closed, TimeoutError, ValueError):
+            sock.close()
+            return
+        if not hmac.compare_digest(str(hello.get("token", "")), self._token):
+            sock.close()
+            return
+        sock.settimeout(None)
+        worker = str(hello["worker"])
+        session = _Session(worker, sock)
+        with self._changed:
+            if self._closed or worker in self.dead or worker in self._sessions:
+                sock.close()
+                return
+            for message in self._published:
+                session.outbox.put(message)
+            self._sessions[worker] = session
+            self.progress[worker] = Progress(time.monotonic(), pid=hello["pid"], host=hello["host"])
+            self._changed.notify_all()
+        threading.Thread(target=session.write_loop, name=f"coordinator-to-{worker}", daemon=True).start()
+        try:
+            while True:
+                self._receive(worker, wire.receive(sock))
+        except wire.Closed as closed:
+            with self._changed:
+                ours = self._sessions.get(worker) is session
+            if ours and not self._closed:
+                self.expel(worker, f"its process ended or its connection broke ({closed})")
+
+    def _receive(self, worker: str, message: dict[str, Any]) -> None:
+        progress = self.progress[worker]
+        progress.heard = time.monotonic()
+        match message["type"]:
+            case "progress":
+                entered = (message["step"], message["phase"]) != (progress.step, progress.phase)
+                progress.step, progress.phase = message["step"], message["phase"]
+                progress.detail = message.get("detail", {})
+                if entered:
+                    self._on_phase(worker, progress.step, progress.phase)
+            case "vote":
+                vote = Vote.from_json(message["vote"])
+                self._event(lambda: self.coordinator.vote(vote))
+            case "link_ready":
+                self._event(lambda: self.coordinator.link_ready(worker, message["link_id"]))
+            case "link_failed":
+                self._event(lambda: self.coordinator.link_failed(message["link_id"], message["cause"]))
+            case other:
+                raise wire.Closed(f"unknown message type {other!r}")
+
+    def _silence_loop(self) -> None:
+        """A rank that said nothing for ``silence_s`` is frozen, cut off, or has its interpreter lock stuck: expel it."""
+        while not self._closed:
+            time.sleep(min(1.0, self._silence_s / 4))
+            now = time.monotonic()
+            with self._changed:
+                silent = [w for w in self._sessions if now - self.progress[w].heard > self._silence_s]
+            for worker in silent:
+                said = self.progress[worker]
+                self.expel(worker, f"silent for {self._silence_s:g} s (last: step {said.step}, {said.phase})")

@@ -1,0 +1,174 @@
+"""Views, commits and the assignment of slots: the values everybody agrees on. Pure: no process, no socket, no torch.
+
+The coordinator writes one numbered log of :class:`Record`. A rank learns everything that concerns membership from that log,
+in order, over one channel (docs/protocol.md, rule 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+@dataclass(frozen=True, order=True)
+class Epoch:
+    """Number of a view. Grows with every change of membership, and across restarts of the coordinator (``incarnation``)."""
+
+    incarnation: int
+    counter: int
+
+    def next(self) -> Epoch:
+        return Epoch(self.incarnation, self.counter + 1)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (self.incarnation, self.counter)
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}.{self.counter}"
+
+
+@dataclass(frozen=True)
+class Member:
+    """One replica in one of its lives: ``build`` counts how often it was formed, ``workers[r]`` is its rank r."""
+
+    replica: int
+    build: int
+    workers: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.replica}b{self.build}"
+
+
+@dataclass(frozen=True)
+class View:
+    """Which replicas take part in the transaction ``committed + 1``.
+
+    ``healing`` replicas take part with no slots: they receive the state of version ``committed`` from a contributor while it
+    computes, add zeros to the total, vote, and apply like everybody else; the next commit makes them contributors.
+    ``link_ready`` is true only if every rank of every member acknowledged the link's warm-up; otherwise members form it at
+    their next reduce.
+    """
+
+    epoch: Epoch
+    members: tuple[Member, ...]
+    healing: frozenset[int]
+    committed: int
+    link_id: str
+    link_ready: bool = False
+
+    def __post_init__(self) -> None:
+        replicas = [m.replica for m in self.members]
+        if replicas != sorted(set(replicas)):
+            raise ValueError(f"members must be unique and sorted, got {replicas}")
+        if not self.healing <= set(replicas):
+            raise ValueError(f"healing {sorted(self.healing)} must be members {replicas}")
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return tuple(m.replica for m in self.members)
+
+    @property
+    def contributors(self) -> tuple[int, ...]:
+        return tuple(r for r in self.replicas if r not in self.healing)
+
+    @property
+    def workers(self) -> frozenset[str]:
+        return frozenset(w for m in self.members for w in m.workers)
+
+    def member(self, replica: int) -> Member | None:
+        return next((m for m in self.members if m.replica == replica), None)
+
+    def member_of(self, worker: str) -> Member | None:
+        return next((m for m in self.members if worker in m.workers), None)
+
+    def heal_source(self, replica: int) -> int:
+        """The contributor that serves a healing replica; several joiners are spread over the contributors."""
+        sources = self.contributors
+        return sources[sorted(self.healing).index(replica) % len(sources)]
+
+
+def link_name(members: Sequence[Member], number: int) -> str:
+    """A link is named by the incarnations of its members and a number, and is never used again after a voided attempt."""
+    return "+".join(str(m) for m in members) + f"#{number}"
+
+
+def assign(slots: int, contributors: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Slots of each contributor: a pure function of the step's number of slots and the members, uneven where it must be."""
+    n = len(contributors)
+    return {replica: tuple(range(i, slots, n)) for i, replica in enumerate(sorted(contributors))}
+
+
+class Outcome(StrEnum):
+    """What a commit does: ``apply`` the total, or ``skip`` a step whose gradient is not finite (its samples are listed)."""
+
+    APPLY = "apply"
+    SKIP = "skip"
+
+
+class Kind(StrEnum):
+    VIEW = "view"      # a new view; the attempt under the old one is void
+    COMMIT = "commit"  # step is committed with the total of `epoch`; `view` is the view of the next step
+    BUILD = "build"    # build this link in the background and acknowledge it
+
+
+@dataclass(frozen=True)
+class Record:
+    """One entry of the coordinator's log."""
+
+    number: int
+    kind: Kind
+    view: View
+    step: int = 0                       # commit: the step
+    epoch: Epoch | None = None          # commit: the epoch whose total is applied
+    outcome: Outcome = Outcome.APPLY    # commit
+    samples: tuple[str, ...] = ()       # commit: sample ids consumed (or dropped, for skip)
+    divisor: float = 0.0                # commit: the summed weight of what was contributed
+    cause: str = ""                     # view: why
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"view": view_to_json(self.view)}
+
+    @staticmethod
+    def from_json(d: dict[str, Any]) -> Record:
+        return Record(
+            number=d["number"], kind=Kind(d["kind"]), view=view_from_json(d["view"]), step=d["step"],
+            epoch=Epoch(**d["epoch"]) if d["epoch"] else None, outcome=Outcome(d["outcome"]),
+            samples=tuple(d["samples"]), divisor=d["divisor"], cause=d["cause"],
+        )
+
+
+def view_to_json(view: View) -> dict[str, Any]:
+    return asdict(view) | {"healing": sorted(view.healing)}
+
+
+def view_from_json(d: dict[str, Any]) -> View:
+    return View(
+        epoch=Epoch(**d["epoch"]),
+        members=tuple(Member(m["replica"], m["build"], tuple(m["workers"])) for m in d["members"]),
+        healing=frozenset(d["healing"]), committed=d["committed"], link_id=d["link_id"], link_ready=d["link_ready"],
+    )
+
+
+@dataclass(frozen=True)
+class Vote:
+    """One rank's word that it holds the total of (step, epoch). All values must be equal over all ranks of a position's link;
+    ``divisor``, ``grad_norm_bits`` and ``finite`` over all ranks of all members (rule 5)."""
+
+    worker: str
+    step: int
+    epoch: Epoch
+    digest: int            # of this position's total; equal over the replicas
+    divisor: float
+    grad_norm_bits: int
+    finite: bool
+    slots: tuple[int, ...] = field(default=())  # the slots the total contains, each exactly once
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(d: dict[str, Any]) -> Vote:
+        return Vote(**(d | {"epoch": Epoch(**d["epoch"]), "slots": tuple(d["slots"])}))

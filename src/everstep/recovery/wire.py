@@ -1,0 +1,60 @@
+"""Messages between a rank and the coordinator: one JSON object with a length in front, over one TCP connection.
+
+One connection per rank is the ordered channel of rule 6. The kernel closes a dead process's sockets, so the other end learns
+of a death within milliseconds, on any node, without a heartbeat.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from typing import Any
+
+MAX_MESSAGE_BYTES = 64 << 20
+_HEADER = struct.Struct("!I")
+
+
+class Closed(Exception):
+    """The other end is gone."""
+
+
+def send(sock: socket.socket, message: dict[str, Any]) -> None:
+    body = json.dumps(message, separators=(",", ":")).encode()
+    try:
+        sock.sendall(_HEADER.pack(len(body)) + body)
+    except OSError as error:
+        raise Closed(str(error)) from error
+
+
+def receive(sock: socket.socket) -> dict[str, Any]:
+    """Blocks until a whole message is there (or the socket's timeout, which the caller set, passes: TimeoutError)."""
+    (size,) = _HEADER.unpack(_exactly(sock, _HEADER.size))
+    if size > MAX_MESSAGE_BYTES:
+        raise Closed(f"a message of {size} bytes is no message of ours")
+    message = json.loads(_exactly(sock, size))
+    if not isinstance(message, dict):
+        raise Closed("a message must be an object")
+    return message
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        try:
+            part = sock.recv(size - len(parts))
+        except TimeoutError:
+            if parts:
+                continue  # in the middle of a message: the sender is alive and writing
+            raise
+        except OSError as error:
+            raise Closed(str(error)) from error
+        if not part:
+            raise Closed("connection closed")
+        parts += part
+    return bytes(parts)
+
+
+def tune(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

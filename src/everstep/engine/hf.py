@@ -1,0 +1,286 @@
+"""Weights in and out of the sharded model, by Hugging Face names.
+
+One table (``pieces``) says, for every parameter of the model, which Hugging Face tensors it is made of, which
+pipeline stage holds it and how the tensor-parallel ranks cut it; loading, export and random initialisation all read
+that table. Legend: H query heads, G key/value heads, D channels per head, F intermediate size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor, nn
+
+from everstep.engine.model import Architecture
+from everstep.errors import BadInput
+
+Getter = Callable[[], Tensor]
+Cut = Literal["whole", "rows", "columns", "vocab", "qkv", "gate_up"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One parameter of the model: ``local`` is its name inside the stage's GPTModel.
+
+    ``names`` and ``shapes`` are the Hugging Face tensors it holds (q, k, v or gate, up or one), ``shape`` its own on
+    every rank. ``shared``: a second copy of the embedding, kept equal by Megatron, that exports and norms skip.
+    """
+
+    local: str
+    stage: int
+    cut: Cut
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    shape: tuple[int, ...]
+    shared: bool = False
+
+    @property
+    def replicated(self) -> bool:
+        """True if all tensor-parallel ranks hold the same values."""
+        return self.cut == "whole"
+
+
+def pieces(arch: Architecture, tp: int, pp: int) -> list[Piece]:
+    """Every parameter of the model, in the order in which transformers lists them."""
+    a = arch
+    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    vocab_rows = a.padded_vocab(tp) // tp
+    table = [
+        Piece(
+            "embedding.word_embeddings.weight", 0, "vocab",
+            ("model.embed_tokens.weight",), ((a.vocab, a.hidden),), (vocab_rows, a.hidden),
+        )
+    ]  # fmt: skip
+    per_stage = a.layers // pp
+    for layer in range(a.layers):
+        stage, index = divmod(layer, per_stage)
+        mine, theirs = f"decoder.layers.{index}.", f"model.layers.{layer}."
+
+        def add(
+            local: str, cut: Cut, names: list[str], shapes: list[tuple[int, ...]], shape: tuple[int, ...],
+            stage: int = stage, mine: str = mine, theirs: str = theirs,
+        ) -> None:  # fmt: skip
+            table.append(Piece(mine + local, stage, cut, tuple(theirs + n for n in names), tuple(shapes), shape))
+
+        qkv = [f"self_attn.{n}_proj" for n in "qkv"]
+        gate_up = ["mlp.gate_proj", "mlp.up_proj"]
+        h = a.hidden
+        add(
+            "self_attention.linear_qkv.weight", "qkv",
+            [f"{n}.weight" for n in qkv], [(q, h), (kv, h), (kv, h)], ((q + 2 * kv) // tp, h),
+        )  # fmt: skip
+        if a.qkv_bias:
+            add(
+                "self_attention.linear_qkv.bias", "qkv",
+                [f"{n}.bias" for n in qkv], [(q,), (kv,), (kv,)], ((q + 2 * kv) // tp,),
+            )  # fmt: skip
+        add("self_attention.linear_proj.weight", "columns", ["self_attn.o_proj.weight"], [(h, q)], (h, q // tp))
+        if a.out_bias:
+            add("self_attention.linear_proj.bias", "whole", ["self_attn.o_proj.bias"], [(h,)], (h,))
+        if a.qk_norm:
+            for n in "qk":
+                add(
+                    f"self_attention.{n}_layernorm.weight", "whole",
+                    [f"self_attn.{n}_norm.weight"], [(a.head_dim,)], (a.head_dim,),
+                )  # fmt: skip
+        add(
+            "mlp.linear_fc1.weight", "gate_up",
+            [f"{n}.weight" for n in gate_up], [(a.ffn, h)] * 2, (2 * a.ffn // tp, h),
+        )  # fmt: skip
+        add("mlp.linear_fc2.weight", "columns", ["mlp.down_proj.weight"], [(h, a.ffn)], (h, a.ffn // tp))
+        if a.mlp_bias:
+            add("mlp.linear_fc1.bias", "gate_up", [f"{n}.bias" for n in gate_up], [(a.ffn,)] * 2, (2 * a.ffn // tp,))
+            add("mlp.linear_fc2.bias", "whole", ["mlp.down_proj.bias"], [(h,)], (h,))
+        add("input_layernorm.weight", "whole", ["input_layernorm.weight"], [(h,)], (h,))
+        add("pre_mlp_layernorm.weight", "whole", ["post_attention_layernorm.weight"], [(h,)], (h,))
+    table.append(
+        Piece("decoder.final_layernorm.weight", pp - 1, "whole", ("model.norm.weight",), ((a.hidden,),), (a.hidden,))
+    )
+    if not a.tied or pp > 1:
+        head = "model.embed_tokens.weight" if a.tied else "lm_head.weight"
+        table.append(
+            Piece(
+                "output_layer.weight", pp - 1, "vocab",
+                (head,), ((a.vocab, a.hidden),), (vocab_rows, a.hidden), shared=a.tied,
+            )
+        )  # fmt: skip
+    return table
+
+
+# ------------------------------------------------------------------ cutting and joining
+
+
+def shard(piece: Piece, tensors: list[Tensor], arch: Architecture, tp: int, rank: int) -> Tensor:
+    """What tensor-parallel rank ``rank`` of ``tp`` keeps of the whole Hugging Face tensors of ``piece``."""
+    if piece.cut == "whole":
+        return tensors[0]
+    if piece.cut == "rows":
+        return tensors[0].chunk(tp, dim=0)[rank]
+    if piece.cut == "columns":
+        return tensors[0].chunk(tp, dim=1)[rank]
+    if piece.cut == "vocab":
+        rows = piece.shape[0]
+        mine = tensors[0][rank * rows : (rank + 1) * rows]
+        missing = rows - mine.shape[0]
+        return torch.cat([mine, mine.new_zeros(missing, *mine.shape[1:])]) if missing else mine
+    if piece.cut == "gate_up":
+        return torch.cat([t.chunk(tp, dim=0)[rank] for t in tensors])
+    # qkv: Megatron keeps, for each key/value head, its query heads, then the key, then the value.
+    groups, d = arch.kv_heads, arch.head_dim
+    rest = tensors[0].shape[1:]
+    grouped = [t.reshape(groups, -1, d, *rest).chunk(tp, dim=0)[rank] for t in tensors]
+    return torch.cat(grouped, dim=1).reshape(-1, *rest)
+
+
+def join(piece: Piece, shards: list[Tensor], arch: Architecture) -> list[Tensor]:
+    """The inverse of ``shard``: the whole Hugging Face tensors from the shards of all tensor-parallel ranks."""
+    if piece.cut == "whole":
+        return [shards[0]]
+    if piece.cut == "columns":
+        return [torch.cat(shards, dim=1)]
+    if piece.cut == "gate_up":
+        halves = [s.chunk(2, dim=0) for s in shards]
+        return [torch.cat([h[i] for h in halves]) for i in (0, 1)]
+    whole = torch.cat(shards)
+    if piece.cut == "vocab":
+        return [whole[: arch.vocab]]
+    if piece.cut == "rows":
+        return [whole]
+    groups, d, per_group = arch.kv_heads, arch.head_dim, arch.heads // arch.kv_heads
+    rest = whole.shape[1:]
+    grouped = whole.reshape(groups, per_group + 2, d, *rest)
+    parts = (grouped[:, :per_group], grouped[:, per_group : per_group + 1], grouped[:, per_group + 1 :])
+    return [p.reshape(-1, *rest) for p in parts]
+
+
+# ------------------------------------------------------------------ in
+
+
+@torch.no_grad()
+def load(model: nn.Module, table: list[Piece], source: Mapping[str, Getter], arch: Architecture, origin: str) -> None:
+    """Fill this rank's parameters from whole tensors, one parameter at a time. ``origin`` is named in errors.
+
+    BadInput if a tensor is missing or has another shape than config.json says.
+    """
+    tp, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    stage = mpu.get_pipeline_model_parallel_rank()
+    parameters = dict(model.named_parameters())
+    for piece in table:
+        if piece.stage != stage:
+            continue
+        whole = []
+        for name, shape in zip(piece.names, piece.shapes, strict=True):
+            if name not in source:
+                raise BadInput(f"{origin} has no tensor {name}, which config.json calls for")
+            tensor = source[name]()
+            if tuple(tensor.shape) != shape:
+                raise BadInput(
+                    f"{origin}: tensor {name} has shape {tuple(tensor.shape)}, but config.json says {shape}"
+                )
+            whole.append(tensor)
+        target = parameters.pop(piece.local)
+        target.copy_(shard(piece, whole, arch, tp, rank))
+    if parameters:
+        raise AssertionError(f"the table of weights does not cover {sorted(parameters)}")
+
+
+def from_state_dict(tensors: Mapping[str, Tensor]) -> dict[str, Getter]:
+    """Getters over a state dict as transformers makes it."""
+    return {name: (lambda t=t: t) for name, t in tensors.items()}
+
+
+def from_directory(directory: Path) -> dict[str, Getter]:
+    """Getters that read a directory's safetensors lazily. BadInput if there are none or the index is broken."""
+    from safetensors import safe_open
+
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            where = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise BadInput(f"{index} is not an index of safetensors files: {error}") from error
+        files = {name: directory / file for name, file in where.items()}
+    else:
+        files = {}
+        for file in sorted(directory.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as opened:
+                files.update(dict.fromkeys(opened.keys(), file))
+    if not files:
+        raise BadInput(f"{directory} has no safetensors weights; to train from scratch set model.init=random")
+    missing = sorted({str(file) for file in files.values() if not file.is_file()})
+    if missing:
+        raise BadInput(f"{index} names files that do not exist: {', '.join(missing)}")
+
+    def read(name: str, file: Path) -> Tensor:
+        with safe_open(file, framework="pt") as opened:
+            return opened.get_tensor(name)
+
+    return {name: (lambda name=name, file=file: read(name, file)) for name, file in files.items()}
+
+
+def random_weights(table: list[Piece], arch: Architecture, seed: int) -> dict[str, Getter]:
+    """Getters of the weights of a new model, distributed as transformers initialises them.
+
+    Normal with ``initializer_range``; norms 1, biases 0, the padding token's embedding 0. Each tensor has its own
+    generator, seeded by (seed, name), so the values do not depend on the layout or on who asks first.
+    """
+
+    def make(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape)
+        if name.endswith(".bias"):
+            return torch.zeros(shape)
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        tensor = torch.normal(0.0, arch.initializer_range, shape, generator=generator)
+        if name == "model.embed_tokens.weight" and arch.pad_token is not None:
+            tensor[arch.pad_token] = 0
+        return tensor
+
+    return {
+        name: (lambda name=name, shape=shape: make(name, shape))
+        for piece in table
+        for name, shape in zip(piece.names, piece.shapes, strict=True)
+    }
+
+
+# ------------------------------------------------------------------ out
+
+
+@torch.no_grad()
+def export(model: nn.Module, table: list[Piece], arch: Architecture) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors under their Hugging Face names, on every rank. Collective: every rank must exhaust it.
+
+    The tensors are copies. A tied output layer is not listed, as in transformers' safetensors.
+    """
+    tp_group, tp = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_world_size()
+    pp_group, pp = mpu.get_pipeline_model_parallel_group(), mpu.get_pipeline_model_parallel_world_size()
+    stage = mpu.get_pipeline_model_parallel_rank()
+    parameters = dict(model.named_parameters())
+    like = next(iter(parameters.values()))
+    for piece in table:
+        if piece.shared:
+            continue
+        if piece.stage == stage:
+            own = parameters[piece.local].detach()
+            if piece.replicated or tp == 1:
+                shards = [own]
+            else:
+                shards = [torch.empty_like(own) for _ in range(tp)]
+                dist.all_gather(shards, own.contiguous(), group=tp_group)
+            whole = [t.contiguous() for t in join(piece, shards, arch)]
+            whole = [t.clone() if t.data_ptr() == own.data_ptr() else t for t in whole]
+        else:
+            whole = [torch.empty(shape, dtype=like.dtype, device=like.device) for shape in piece.shapes]
+        for name, tensor in zip(piece.names, whole, strict=True):
+            if pp > 1:
+                dist.broadcast(tensor, src=dist.get_global_rank(pp_group, piece.stage), group=pp_group)
+            yield name, tensor

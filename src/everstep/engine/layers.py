@@ -1,0 +1,91 @@
+"""The layers that Megatron-Core has only with Transformer Engine, written with plain PyTorch.
+
+Shapes, in Megatron's order: S tokens, B samples, H query heads, G key/value heads (groups), D channels per head.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension; reduced in float32.
+
+    Unlike Megatron's wrapper of ``torch.nn.RMSNorm`` it can run under sequence parallelism: its weight is flagged,
+    so that ``finalize_model_grads`` sums its gradient over the tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class CausalAttention(nn.Module):
+    """Causal grouped-query attention by ``scaled_dot_product_attention``; no mask tensor is ever built.
+
+    Sequences are right-padded, so causality alone keeps real tokens from seeing padding. What comes out at padded
+    positions is finite and meaningless; the loss mask excludes it.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__()
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels or 1)
+
+    def forward(
+        self,
+        query: Tensor,  # (S, B, H, D)
+        key: Tensor,  # (S, B, G, D)
+        value: Tensor,  # (S, B, G, D)
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **unused: Any,
+    ) -> Tensor:  # (S, B, H*D)
+        tokens, samples, heads, channels = query.shape
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        grouped = k.shape[1] != heads
+        if self.training and self.dropout > 0:
+            # Heads differ between tensor-parallel ranks, so their dropout must too.
+            with get_cuda_rng_tracker().fork():
+                out = F.scaled_dot_product_attention(
+                    q, k, v, dropout_p=self.dropout, is_causal=True, scale=self.scale, enable_gqa=grouped
+                )
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
+        return out.permute(2, 0, 1, 3).reshape(tokens, samples, heads * channels)
+
+
+class BiasedRowParallelLinear(RowParallelLinear):
+    """The attention output projection of models with ``attention_bias``: has a bias although the MLP has none."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs["bias"] = True
+        super().__init__(*args, **kwargs)

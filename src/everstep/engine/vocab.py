@@ -1,0 +1,109 @@
+"""Log-probability and entropy from logits whose vocabulary is spread over the tensor-parallel ranks.
+
+Legend: N positions, V real vocabulary entries, v columns of it on this rank (padding columns already cut off).
+With x = logits / temperature, Z = log sum exp x over all ranks and p = exp(x - Z):
+
+    logprob = x[target] - Z           d logprob / dx = onehot(target) - p
+    entropy = Z - sum p x             d entropy / dx = -p (log p + entropy)
+
+Only the logits, in the model's own type, and three numbers per position are kept for backward; the float32
+probabilities exist for a slice of the positions at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# float32 numbers of one slice of probabilities: 64 Mi numbers are 256 MiB.
+_SLICE_NUMBERS = 64 * 1024 * 1024
+
+
+def _slices(positions: int, columns: int) -> list[slice]:
+    step = max(1, _SLICE_NUMBERS // max(columns, 1))
+    return [slice(a, min(a + step, positions)) for a in range(0, positions, step)]
+
+
+class _VocabParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,  # (N, v)
+        targets: Tensor,  # (N,) int64, global vocabulary index
+        first: int,  # global index of this rank's column 0
+        temperature: float,
+        with_entropy: bool,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor]:
+        positions, columns = logits.shape
+        local = targets - first
+        here = (local >= 0) & (local < columns)
+        column = local.clamp(0, columns - 1)
+
+        top = logits.amax(dim=-1).float() / temperature  # (N,)
+        if group is not None:
+            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        # Rows: sum of exp(x - top), the target's x - top, sum of exp(x - top) * (x - top).
+        sums = torch.zeros(3, positions, dtype=torch.float32, device=logits.device)
+        for part in _slices(positions, columns):
+            shifted = logits[part].float().div_(temperature).sub_(top[part, None])
+            sums[1, part] = shifted.gather(1, column[part, None]).squeeze(1) * here[part]
+            weights = shifted.exp()
+            sums[0, part] = weights.sum(dim=-1)
+            if with_entropy:
+                sums[2, part] = weights.mul_(shifted).sum(dim=-1)
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+        log_z = sums[0].log()  # of the shifted x
+        logprobs = sums[1] - log_z
+        entropy = log_z - sums[2] / sums[0] if with_entropy else torch.zeros_like(logprobs)
+        ctx.save_for_backward(logits, column, here, top + log_z, entropy)
+        ctx.temperature, ctx.with_entropy = temperature, with_entropy
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        d_logprobs, d_entropy = grads
+        logits, column, here, log_z, entropy = ctx.saved_tensors
+        d_logits = torch.empty_like(logits)
+        for part in _slices(*logits.shape):
+            log_p = logits[part].float().div_(ctx.temperature).sub_(log_z[part, None])
+            p = log_p.exp()
+            if ctx.with_entropy:
+                factor = d_logprobs[part, None] + d_entropy[part, None] * (log_p + entropy[part, None])
+            else:
+                factor = d_logprobs[part, None]
+            d_x = p.mul_(factor).neg_()
+            d_x.scatter_add_(1, column[part, None], (d_logprobs[part] * here[part])[:, None])
+            d_logits[part] = d_x.div_(ctx.temperature)
+        return d_logits, None, None, None, None, None
+
+
+def token_logprobs(
+    logits: Tensor,
+    input_ids: Tensor,
+    *,
+    first: int,
+    valid: int,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of every token of ``input_ids`` given the tokens before it, and the entropy there.
+
+    ``logits`` (B, T, v'): this rank's vocabulary columns, of which the first ``valid`` are real; ``first`` is the
+    vocabulary index of column 0; ``input_ids`` (B, T). Returns float32 (B, T), column 0 zero, equal on every rank
+    of ``group`` (None: the vocabulary is whole). Gradients flow to ``logits``.
+    """
+    batch, tokens, _ = logits.shape
+    flat = logits[:, :-1, :valid].reshape(-1, valid)
+    targets = input_ids[:, 1:].reshape(-1)
+    logprobs, entropy = _VocabParallel.apply(flat, targets, first, float(temperature), with_entropy, group)
+    start = torch.zeros(batch, 1, dtype=torch.float32, device=logits.device)
+    shaped = torch.cat([start, logprobs.view(batch, tokens - 1)], dim=1)
+    if not with_entropy:
+        return shaped, None
+    return shaped, torch.cat([start, entropy.view(batch, tokens - 1)], dim=1)

@@ -1,0 +1,114 @@
+"""Which checkpoint a run starts from: ``resume=never|auto|must|PATH|STEP``.
+
+A checkpoint is used only after every byte of it has been read and its checksum found right. Newer folders
+that fail are skipped, each with its reason; the choice and the reasons are printed (``Chosen.explain``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from everstep.checkpoint.manifest import (
+    MANIFEST,
+    PARTIAL,
+    checkpoint_folders,
+    damage,
+    folder_name,
+    read_manifest,
+    set_pointer,
+    step_of,
+)
+from everstep.checkpoint.storage import free_name, local_folder, remove_folder, rename_folder, storage_errors
+from everstep.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The checkpoint to start from (``path`` None: from the model's own weights) and what was passed over."""
+
+    resume: str
+    path: Path | None = None
+    step: int = 0
+    skipped: list[tuple[Path, str]] = field(default_factory=list)
+
+    def explain(self) -> str:
+        """Lines for the user: what was chosen, and why newer folders were not."""
+        if self.path is None:
+            first = f"resume={self.resume}: starting from the beginning"
+            if self.resume != "never":
+                first += ", there is no usable checkpoint"
+        else:
+            first = f"resume={self.resume}: continuing after step {self.step} from {self.path}"
+        return "\n".join([first, *(f"  skipped {path.name}: {reason}" for path, reason in self.skipped)])
+
+
+def choose(checkpoints: Path, resume: str) -> Chosen:
+    """Find what ``resume`` asks for in a run's ``checkpoints`` folder (or at the path it names). Changes nothing.
+
+    BadInput if ``must``, a STEP or a PATH finds nothing usable: says what there is instead.
+    """
+    if resume == "never":
+        return Chosen(resume)
+    if resume in ("auto", "must"):
+        chosen = _newest_good(checkpoints, resume)
+        if resume == "must" and chosen.path is None:
+            reasons = "".join(f"\n  {path.name}: {reason}" for path, reason in chosen.skipped)
+            raise BadInput(f"resume=must: no usable checkpoint in {checkpoints}{reasons or ' (there is none at all)'}")
+        return chosen
+    if resume.isdecimal():
+        folder = checkpoints / folder_name(int(resume))
+        if not folder.is_dir():
+            there = ", ".join(str(step_of(path)) for path in reversed(checkpoint_folders(checkpoints)))
+            raise BadInput(f"resume={resume}: no such step in {checkpoints}; there are: {there or 'none'}")
+    else:
+        folder = local_folder(resume)
+        if not folder.is_dir():
+            raise BadInput(f"resume={resume}: no such folder; give never, auto, must, a step or a checkpoint folder")
+        if not (folder / MANIFEST).is_file():
+            inside = checkpoint_folders(folder / "checkpoints") or checkpoint_folders(folder)
+            hint = f"; did you mean {inside[0]}?" if inside else ", or it was never completed"
+            raise BadInput(f"resume={resume}: not a checkpoint (no {MANIFEST}){hint}")
+    reason = damage(folder)
+    if reason:
+        raise BadInput(f"resume={resume}: that checkpoint is not usable: {reason}")
+    step = read_manifest(folder).step
+    newer = [
+        (path, f"newer than step {step}, which was asked for")
+        for path in checkpoint_folders(checkpoints)
+        if folder.parent == checkpoints and (step_of(path) or 0) > step
+    ]
+    return Chosen(resume, folder, step, newer)
+
+
+def adopt(checkpoints: Path, chosen: Chosen) -> list[Path]:
+    """Make the choice the run's present: ``latest`` names it, and skipped newer folders move to ``set-aside/``.
+
+    Without this a later ``resume=auto`` would return to a future that this run has left. Nothing is deleted
+    but unfinished saves. Returns the new places. Called once, by the one that trains, after ``choose``.
+    """
+    moved: list[Path] = []
+    with storage_errors("preparing", checkpoints):
+        if chosen.path is not None and chosen.path.parent == checkpoints:
+            set_pointer(chosen.path)
+        for path, _ in chosen.skipped:
+            if path.parent != checkpoints:
+                continue
+            aside = checkpoints / "set-aside"
+            aside.mkdir(exist_ok=True)
+            target = free_name(aside / path.name)
+            rename_folder(path, target)
+            moved.append(target)
+        for partial in checkpoints.glob(f"step-*{PARTIAL}"):
+            remove_folder(partial)
+    return moved
+
+
+def _newest_good(checkpoints: Path, resume: str) -> Chosen:
+    skipped: list[tuple[Path, str]] = []
+    for folder in checkpoint_folders(checkpoints):
+        reason = damage(folder)
+        if reason is None:
+            return Chosen(resume, folder, read_manifest(folder).step, skipped)
+        skipped.append((folder, reason))
+    return Chosen(resume, skipped=skipped)

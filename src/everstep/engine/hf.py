@@ -241,7 +241,7 @@ def random_weights(table: list[Piece], arch: Architecture, seed: int) -> dict[st
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         tensor = torch.normal(0.0, arch.initializer_range, shape, generator=generator)
-        if name == "model.embed_tokens.weight" and arch.pad_token is not None:
+        if name == "model.embed_tokens.weight" and arch.pad_token is not None and 0 <= arch.pad_token < arch.vocab:
             tensor[arch.pad_token] = 0
         return tensor
 

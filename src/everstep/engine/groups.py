@@ -1,0 +1,95 @@
+"""The process groups inside a replica: opening Megatron's, and dropping all of them, also after a death.
+
+The replica's ``torch.distributed`` world is made by the caller; ``open_groups`` lays Megatron's groups over it and
+``close_groups`` drops both. Afterwards the process may join another world.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import traceback
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+from everstep.errors import ReplicaBroken
+from everstep.layout import Layout
+
+#: How long ``close_groups`` waits for the abort of NCCL communicators; they are left behind after that.
+ABORT_TIMEOUT_S = 30.0
+
+# What gloo and the store say when a peer is gone or silent; NCCL has exception types of its own.
+_BROKEN = (
+    "gloo",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket Timeout",
+    "Application timeout caused pair closure",
+    "NCCL",
+    "process group has been destroyed",
+)
+
+
+def open_groups(layout: Layout) -> None:
+    """Create Megatron's groups inside the replica's world. Collective; the world must have the layout's size."""
+    world = dist.get_world_size()
+    if world != layout.ranks_per_replica:
+        raise AssertionError(f"the replica's world has {world} ranks, its layout {layout.ranks_per_replica}")
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        order="tp-cp-ep-dp-pp",
+        create_gloo_process_groups=False,
+    )
+
+
+def close_groups() -> None:
+    """Drop every process group of this process, the replica's world included. Talks to nobody, so safe after a death.
+
+    Gloo closes its sockets when the last reference to a group goes, and closed sockets are how the other ranks learn
+    of a death; so the caller must have dropped its own references (models, optimizers, tracebacks) before. NCCL
+    communicators are aborted concurrently: one after the other can hang, because freeing an idle one waits for the
+    kernel that spins in the broken one.
+    """
+    # Its lru_cache keeps modules, and through them groups, alive.
+    RotaryEmbedding.forward.cache_clear()
+    mpu.destroy_model_parallel()
+    if dist.is_initialized():
+        if dist.get_backend() == "nccl":
+            _abort_all()
+        dist.destroy_process_group()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _abort_all() -> None:
+    groups = list(dist.distributed_c10d._world.pg_map)
+    threads = [threading.Thread(target=group.abort, daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=ABORT_TIMEOUT_S)
+
+
+def broken_replica(error: BaseException) -> ReplicaBroken | None:
+    """``ReplicaBroken`` if ``error`` says that a collective failed because a peer is gone; None otherwise."""
+    if isinstance(error, dist.DistError):
+        return ReplicaBroken(f"a collective inside the replica failed: {_first_line(error)}")
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _BROKEN):
+        return ReplicaBroken(f"a collective inside the replica failed: {_first_line(error)}")
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+def forget_frames(trace: TracebackType | None) -> None:
+    """Clear the local variables that a traceback holds: they reference groups, and would keep their sockets open."""
+    traceback.clear_frames(trace)  # skips frames that are still running

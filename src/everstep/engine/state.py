@@ -1,0 +1,170 @@
+"""The rank's own part of the training state, found inside Megatron's optimizer: shards, masters, moments, gradients.
+
+A *slot* is one parameter as the optimizer of this rank sees it: with the distributed optimizer the part of the
+parameter that lies in this rank's shard (possibly none of it), else the whole parameter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+from everstep.engine.hf import Piece
+from everstep.engine.model import bare
+from everstep.errors import EverstepError
+
+
+@dataclass
+class Slot:
+    """``stepped`` is the tensor that torch's AdamW updates: the float32 master, or the float32 parameter itself."""
+
+    name: str
+    stepped: Tensor
+    has_master: bool
+    adam: dict[str, Any]  # exp_avg, exp_avg_sq, step
+
+
+def parameter_names(ddp: DistributedDataParallel) -> dict[torch.nn.Parameter, str]:
+    """Parameter -> its name inside the stage's GPTModel."""
+    return {parameter: name for name, parameter in bare(ddp).named_parameters()}
+
+
+def adam_slots(ddp: DistributedDataParallel, optimizer: Any) -> list[Slot]:
+    """This rank's slots in the model's order, Adam's moments created (zero) where they do not exist yet.
+
+    Megatron creates them in the first step; a spare must be able to receive them before it has made one.
+    """
+    names = parameter_names(ddp)
+    inner = optimizer.chained_optimizers[0]
+    pairs: list[tuple[torch.nn.Parameter, Tensor, bool]] = []
+    if hasattr(inner, "shard_fp32_from_float16_groups"):  # distributed
+        for params, shards, master in (
+            (inner.model_float16_groups, inner.shard_fp32_from_float16_groups, True),
+            (inner.model_fp32_groups, inner.shard_fp32_groups, False),
+        ):
+            for group, shard_group in zip(params, shards, strict=True):
+                pairs += [(p, s, master) for p, s in zip(group, shard_group, strict=True)]
+    elif hasattr(inner, "fp32_from_float16_groups"):  # bfloat16, one optimizer per rank
+        for group, masters in zip(inner.float16_groups, inner.fp32_from_float16_groups, strict=True):
+            pairs += [(p, m, True) for p, m in zip(group, masters, strict=True)]
+        for group in inner.fp32_from_fp32_groups:
+            pairs += [(p, p, False) for p in group]
+    else:
+        pairs = [(p, p, False) for group in inner.optimizer.param_groups for p in group["params"]]
+
+    state = inner.optimizer.state
+    slots: dict[str, Slot] = {}
+    for parameter, stepped, master in pairs:
+        adam = state[stepped]
+        if not adam:
+            adam["step"] = torch.tensor(0.0, dtype=torch.float32)
+            adam["exp_avg"] = torch.zeros_like(stepped, memory_format=torch.preserve_format)
+            adam["exp_avg_sq"] = torch.zeros_like(stepped, memory_format=torch.preserve_format)
+        slots[names[parameter]] = Slot(names[parameter], stepped, master, adam)
+    return [slots[name] for name in names.values() if name in slots]
+
+
+def gradient_shards(ddp: DistributedDataParallel) -> list[Tensor]:
+    """Flat float32 views of this rank's part of the gradient buffers: its shard, or all without sharding."""
+    if not ddp.ddp_config.use_distributed_optimizer:
+        return [bucket.grad_data for buffer in ddp.buffers for bucket in buffer.buckets]
+    shards = []
+    for buffer in ddp.buffers:
+        for bucket in buffer.buckets:
+            length = bucket.grad_data.numel() // buffer.data_parallel_world_size
+            rank = mpu.get_data_parallel_rank()
+            shards.append(bucket.grad_data[rank * length : (rank + 1) * length])
+    return shards
+
+
+def counted_ranges(ddp: DistributedDataParallel, table: list[Piece]) -> list[list[tuple[int, int]]]:
+    """Per tensor of ``gradient_shards``: the half-open ranges that this rank counts in the replica's squared norm.
+
+    Together the ranks of a replica count every parameter once: of tensors that all tensor-parallel ranks hold only
+    rank 0 counts, the second copy of a tied embedding counts nowhere, and without the distributed optimizer only
+    data-parallel rank 0 counts at all.
+    """
+    stage = mpu.get_pipeline_model_parallel_rank()
+    known = {piece.local: piece for piece in table if piece.stage == stage}
+    names = parameter_names(ddp)
+    sharded = ddp.ddp_config.use_distributed_optimizer
+    first_tp = mpu.get_tensor_model_parallel_rank() == 0
+    dp_rank = mpu.get_data_parallel_rank()
+    result = []
+    for buffer in ddp.buffers:
+        for bucket in buffer.buckets:
+            length = bucket.grad_data.numel()
+            low, high = 0, length
+            if sharded:
+                length //= buffer.data_parallel_world_size
+                low, high = dp_rank * length, (dp_rank + 1) * length
+            ranges: list[tuple[int, int]] = []
+            for parameter in bucket.params_list:
+                piece = known[names[parameter]]
+                if piece.shared or (piece.replicated and not first_tp) or (not sharded and dp_rank != 0):
+                    continue
+                start, end = bucket.param_to_index[parameter]
+                start, end = max(start, low) - low, min(end, high) - low
+                if start < end:
+                    ranges.append((start, end))
+            result.append(_merged(ranges))
+    return result
+
+
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def state_views(
+    ddp: DistributedDataParallel, slots: list[Slot], reference: torch.nn.Module | None
+) -> dict[str, Tensor]:
+    """name -> view of every tensor of this rank's state; writing into the views restores the state.
+
+    ``param/NAME`` the parameter as the model computes with it; ``master/NAME`` its float32 master (bfloat16 only);
+    ``exp_avg/NAME``, ``exp_avg_sq/NAME`` Adam's moments; ``reference/NAME`` the reference model, if there is one.
+    With the distributed optimizer masters and moments are flat and only this rank's shard.
+    """
+    views = {f"param/{name}": p.detach() for name, p in bare(ddp).named_parameters()}
+    views |= {f"master/{s.name}": s.stepped.detach() for s in slots if s.has_master}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        views |= {f"{moment}/{s.name}": s.adam[moment] for s in slots}
+    if reference is not None:
+        views |= {f"reference/{name}": p.detach() for name, p in bare(reference).named_parameters()}
+    return views
+
+
+def adam_step(slots: list[Slot]) -> int:
+    """Optimizer steps made; equal for all parameters."""
+    steps = {int(slot.adam["step"]) for slot in slots}
+    if len(steps) > 1:
+        raise EverstepError(f"Adam's step differs between parameters of one rank: {sorted(steps)}")
+    return steps.pop() if steps else 0
+
+
+def set_adam_step(slots: list[Slot], step: int) -> None:
+    for slot in slots:
+        slot.adam["step"].fill_(float(step))
+
+
+def hash_state(views: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> str:
+    """SHA-256 over names, types, shapes and bytes of ``views`` and over ``scalars``, 64 hexadecimal digits."""
+    digest = hashlib.sha256(json.dumps(scalars, sort_keys=True).encode())
+    for name, tensor in views.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(flat.cpu().numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,442 @@
+"""Engine: one replica's model and optimizer, driven by the step transaction in small, separately repeatable acts.
+
+    accumulate -> gradients -> (the link sums them over replicas) -> squared_norm -> apply
+
+The engine knows nothing of replicas, epochs or commits. Nothing is averaged here: gradients, losses and metrics are
+sums, and the divisor arrives with ``apply``. Legend: B samples, T token columns.
+
+All methods but ``state``, ``state_scalars``, ``load_scalars``, ``state_hash`` and ``close`` are collective over the
+replica. A collective that fails because a peer is gone raises ReplicaBroken; the caller then closes the engine.
+Waits inside Megatron end with the timeout of the process groups, or when a neighbour closes its sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from everstep.engine import cpu
+
+if cpu.needed():  # before Megatron-Core is imported: some of its modules ask for the device on import
+    cpu.apply()
+
+from megatron.core import parallel_state as mpu  # noqa: E402
+from megatron.core.distributed import finalize_model_grads  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+
+from everstep.engine import hf  # noqa: E402
+from everstep.engine import state as rank_state  # noqa: E402
+from everstep.engine.groups import broken_replica, close_groups, forget_frames, open_groups  # noqa: E402
+from everstep.engine.loss import LossFn, pack_sums  # noqa: E402
+from everstep.engine.model import (  # noqa: E402
+    bare,
+    build_gpt,
+    check_layout,
+    in_model_precision,
+    read_architecture,
+    transformer_config,
+    wrap_for_training,
+)
+from everstep.engine.vocab import token_logprobs  # noqa: E402
+from everstep.errors import EverstepError  # noqa: E402
+
+if TYPE_CHECKING:
+    from everstep.cluster.batch import TrainingBatch
+    from everstep.config.schema import Config
+    from everstep.layout import Layout, Position
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _inside(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
+    """Run a method with CUDA calls redirected (CPU only) and failed collectives reported as ReplicaBroken."""
+
+    @functools.wraps(method)
+    def wrapped(self: Engine, *args: P.args, **kwargs: P.kwargs) -> R:
+        self._must_be_open()
+        try:
+            with cpu.redirected():
+                return method(self, *args, **kwargs)
+        except Exception as error:
+            broken = broken_replica(error)
+            if broken is None:
+                raise
+            forget_frames(error.__traceback__)
+        raise broken
+
+    return wrapped
+
+
+class Engine:
+    """The model, its optimizer and, after ``keep_reference``, a frozen reference model, as one rank holds them.
+
+    ``torch.distributed`` must already be the replica's world, with ``layout.ranks_per_replica`` ranks. The weights
+    are undefined until ``load_pretrained``, ``init_random`` or a copy into ``state()``.
+    """
+
+    def __init__(
+        self, config: Config, hf_config: Any, position: Position, layout: Layout, device: torch.device
+    ) -> None:
+        self.config, self.position, self.layout, self.device = config, position, layout, device
+        self.arch = read_architecture(hf_config)
+        check_layout(self.arch, layout)
+        self._table = hf.pieces(self.arch, layout.tp, layout.pp)
+        self._closed = False
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        _set_determinism(config.engine.deterministic, device)
+        try:
+            with cpu.redirected():
+                open_groups(layout)
+                # Before the model: Megatron's tracker must exist when layers with dropout are built.
+                model_parallel_cuda_manual_seed(config.seed % 2**31)
+                self._megatron = transformer_config(self.arch, config, layout)
+                self._megatron.finalize_model_grads_func = _finalize_sums
+                model = build_gpt(self.arch, self._megatron)
+                self._ddp, self._optimizer = wrap_for_training(model, self._megatron, config)
+                self._slots = rank_state.adam_slots(self._ddp, self._optimizer)
+                self._counted = rank_state.counted_ranges(self._ddp, self._table)
+        except Exception as error:
+            broken = broken_replica(error)
+            if broken is None:
+                raise
+            forget_frames(error.__traceback__)
+        else:
+            self._reference: torch.nn.Module | None = None
+            return
+        self.close()
+        raise broken
+
+    # ------------------------------------------------------------------ weights
+
+    @_inside
+    def load_pretrained(self, source: Any) -> None:
+        """Take the weights of ``source``: a directory with safetensors, a Hugging Face state dict (name -> tensor or
+        function returning one), or an object with ``open_weights()`` that returns such a dict.
+
+        Each rank reads the whole of one parameter at a time and keeps its shard. BadInput names a missing or
+        misshapen tensor. Optimizer moments and step are not touched.
+        """
+        if hasattr(source, "open_weights"):
+            origin, source = str(source), source.open_weights()
+        else:
+            origin = str(source) if isinstance(source, str | Path) else "the state dict"
+        getters: dict[str, hf.Getter]
+        if isinstance(source, Mapping):
+            getters = {n: t if callable(t) else (lambda t=t: t) for n, t in source.items()}
+        else:
+            getters = hf.from_directory(Path(source))
+        self._load(getters, origin)
+
+    @_inside
+    def init_random(self, seed: int) -> None:
+        """Weights of a new model, as transformers initialises them; the same full weights for every layout."""
+        self._load(hf.random_weights(self._table, self.arch, seed), f"random weights of seed {seed}")
+
+    def _load(self, getters: Mapping[str, hf.Getter], origin: str) -> None:
+        if self.arch.tied and "model.embed_tokens.weight" not in getters and "lm_head.weight" in getters:
+            getters = {**getters, "model.embed_tokens.weight": getters["lm_head.weight"]}
+        hf.load(bare(self._ddp), self._table, getters, self.arch, origin)
+        self._optimizer.reload_model_params()
+
+    def export_hf(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) of the current weights, on every rank, one at a time, as copies.
+
+        Collective: all ranks of the replica must exhaust the iterator.
+        """
+        tensors = hf.export(bare(self._ddp), self._table, self.arch)
+        while (item := self._next(tensors)) is not None:
+            yield item
+
+    @_inside
+    def _next(self, tensors: Iterator[tuple[str, Tensor]]) -> tuple[str, Tensor] | None:
+        return next(tensors, None)
+
+    @_inside
+    def keep_reference(self) -> None:
+        """Keep the current weights as the reference model. It is never trained; it becomes part of ``state()``."""
+        if self._reference is None:
+            reference = build_gpt(self.arch, self._megatron).requires_grad_(False)
+            self._reference = in_model_precision(reference, self._megatron).eval()
+        kept = dict(bare(self._reference).named_parameters())
+        with torch.no_grad():
+            for name, parameter in bare(self._ddp).named_parameters():
+                kept[name].copy_(parameter)
+
+    # ------------------------------------------------------------------ gradients
+
+    @_inside
+    def accumulate(
+        self, micro_batches: list[TrainingBatch], loss: LossFn, seeds: list[int], temperature: float = 1.0
+    ) -> Tensor:
+        """Gradients of the sum of ``loss`` over ``micro_batches``, into zeroed buffers.
+
+        One forward-backward over all micro-batches, one finalisation. All ranks of one data-parallel coordinate must
+        be given the same micro-batches; their widths and sizes may differ. An empty list contributes zeros.
+
+        ``seeds[i]``: seed of every random number drawn in micro-batch i. ``temperature``: the logits are divided by
+        it. Returns the float64 vector ``[weight, loss_sum, metric sums..., metric weights...]`` (on the CPU) summed
+        over the replica, equal on all of its ranks. After an error the buffers hold garbage; the next call zeroes them.
+        """
+        if len(seeds) != len(micro_batches):
+            raise EverstepError(f"{len(micro_batches)} micro-batches but {len(seeds)} seeds; give one seed each")
+        self._ddp.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        self._ddp.train()
+        names = tuple(loss.metric_names)
+        total = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=self.device)
+
+        def loss_of(batch: TrainingBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            logprobs, entropy = self._token_logprobs(logits, batch, temperature, loss.needs_entropy)
+            output = loss(logprobs, entropy, batch)
+            loss_sum = output.loss_sum
+            if not loss_sum.requires_grad:  # a loss without any counted token: backward must still run on all stages
+                loss_sum = loss_sum + 0.0 * logprobs.sum()
+            return loss_sum, _no_tokens(self.device), {"sums": pack_sums(output, names, self.device)}
+
+        if micro_batches:
+            results = self._run(self._ddp, micro_batches, seeds, loss_of, forward_only=False)
+            for result in results:
+                total += result["sums"]
+        else:
+            _finalize_sums([self._ddp], None)
+        counts = mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0
+        return self._sum_over_replica(total if counts else torch.zeros_like(total))
+
+    def gradients(self) -> list[Tensor]:
+        """Flat float32 views of the raw gradient sums that this rank's optimizer owns. Padding elements are zero.
+
+        With the distributed optimizer this is the rank's shard, else everything. ``apply`` overwrites them.
+        """
+        self._must_be_open()
+        return rank_state.gradient_shards(self._ddp)
+
+    @_inside
+    def squared_norm(self, totals: list[Tensor]) -> float:
+        """Squared L2 norm of the replica's whole gradient, from tensors shaped like ``gradients()``.
+
+        Every parameter counts once, whatever the layout. Bitwise equal on all ranks of the replica, and on all
+        replicas with equal totals. Not finite if the gradient is not.
+        """
+        own = torch.zeros((), dtype=torch.float64, device=self.device)
+        for total, ranges in zip(totals, self._counted, strict=True):
+            for start, end in ranges:
+                own += torch.linalg.vector_norm(total[start:end], dtype=torch.float64).square()
+        return float(self._sum_over_replica(own.reshape(1)))
+
+    @_inside
+    def apply(self, totals: list[Tensor], scale: float, lr: float) -> None:
+        """One AdamW step with gradient ``totals * scale``; ``totals`` (shaped like ``gradients()``) is only read.
+
+        Local arithmetic, then, with the distributed optimizer, the gather of parameters over the inner data-parallel
+        ranks; if that gather breaks, ``gather_parameters`` repeats it.
+        """
+        with torch.no_grad():
+            for gradient, total in zip(self.gradients(), totals, strict=True):
+                torch.mul(total, scale, out=gradient)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_mult", 1.0)
+        self._optimizer.prepare_grads()
+        self._optimizer.step_with_ready_grads()
+        self._optimizer.zero_grad()
+
+    @_inside
+    def gather_parameters(self) -> None:
+        """Rebuild the parameters from the ranks' master shards: the collective half of ``apply``, repeatable."""
+        inner = self._optimizer.chained_optimizers[0]
+        if hasattr(inner, "_copy_main_params_to_model_params"):
+            inner._copy_main_params_to_model_params()
+        if self._ddp.ddp_config.use_distributed_optimizer:
+            self._ddp.start_param_sync(force_sync=True)
+
+    # ------------------------------------------------------------------ log-probabilities
+
+    @_inside
+    def logprobs(
+        self,
+        micro_batches: list[TrainingBatch],
+        temperature: float = 1.0,
+        model: Literal["policy", "reference"] = "policy",
+    ) -> list[Tensor] | None:
+        """Log-probabilities of the tokens, float32 (B, T) per micro-batch, column 0 zero; no gradient, no dropout.
+
+        On ranks that collect (last pipeline stage, tensor-parallel rank 0); None elsewhere.
+        """
+        module: torch.nn.Module = self._ddp
+        if model == "reference":
+            if self._reference is None:
+                raise EverstepError("there is no reference model; call keep_reference() first")
+            module = self._reference
+        elif model != "policy":
+            raise EverstepError(f"model={model!r} must be 'policy' or 'reference'")
+        module.eval()
+
+        def collect(batch: TrainingBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            values, _ = self._token_logprobs(logits, batch, temperature, False)
+            return values.sum(), _no_tokens(self.device), {"logprobs": values}
+
+        results: list[dict[str, Tensor]] = []
+        if micro_batches:
+            with torch.no_grad():
+                results = self._run(module, micro_batches, [0] * len(micro_batches), collect, forward_only=True)
+        if not (mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0):
+            return None
+        return [result["logprobs"] for result in results]
+
+    # ------------------------------------------------------------------ state
+
+    def state(self) -> dict[str, Tensor]:
+        """Views of all tensors that make this rank's state, in a fixed order; writing into them restores the state.
+
+        See ``everstep.engine.state.state_views`` for the names. Adam's step counter is in ``state_scalars``.
+        """
+        self._must_be_open()
+        return rank_state.state_views(self._ddp, self._slots, self._reference)
+
+    def state_scalars(self) -> dict[str, Any]:
+        """The numbers of the state that are no tensors: ``adam_step``, and whether there is a reference model."""
+        self._must_be_open()
+        return {"adam_step": rank_state.adam_step(self._slots), "has_reference": self._reference is not None}
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """The inverse of ``state_scalars``. Call it before writing into ``state()``: it makes a missing reference."""
+        self._must_be_open()
+        rank_state.set_adam_step(self._slots, int(scalars["adam_step"]))
+        if scalars["has_reference"] and self._reference is None:
+            self.keep_reference()
+        elif not scalars["has_reference"]:
+            self._reference = None
+
+    def state_hash(self) -> str:
+        """SHA-256 over ``state()`` and ``state_scalars()`` of this rank. Equal positions of replicas must agree."""
+        return rank_state.hash_state(self.state(), self.state_scalars())
+
+    def close(self) -> None:
+        """Drop the model and every process group of the replica, its world included. Idempotent; talks to nobody.
+
+        On gloo this closes the sockets, which is how ranks that still wait for this one learn that it left. Views
+        from ``state()`` and ``gradients()`` keep their memory, not the groups.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        for name in ("_ddp", "_optimizer", "_slots", "_reference", "_megatron"):
+            self.__dict__.pop(name, None)
+        close_groups()
+
+    # ------------------------------------------------------------------ inside
+
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise EverstepError("this engine is closed; build a new one")
+
+    def _token_logprobs(
+        self, logits: Tensor, batch: TrainingBatch, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        columns = logits.shape[-1]
+        first = mpu.get_tensor_model_parallel_rank() * columns
+        return token_logprobs(
+            logits,
+            batch.tensors["input_ids"],
+            first=first,
+            valid=min(columns, self.arch.vocab - first),
+            temperature=temperature,
+            with_entropy=with_entropy,
+            group=mpu.get_tensor_model_parallel_group() if self.layout.tp > 1 else None,
+        )
+
+    def _run(
+        self,
+        module: torch.nn.Module,
+        micro_batches: list[TrainingBatch],
+        seeds: list[int],
+        finish: Callable[[TrainingBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]],
+        forward_only: bool,
+    ) -> list[dict[str, Tensor]]:
+        """Megatron's schedule over all micro-batches; the last stage's results of ``finish``, in order."""
+        shapes = {tuple(batch.tensors["input_ids"].shape) for batch in micro_batches}
+        # All stages see the same micro-batches, so they agree on whether shapes must be sent along.
+        self._megatron.variable_seq_lengths = self.layout.pp > 1 and len(shapes) > 1
+        samples, tokens = micro_batches[0].tensors["input_ids"].shape
+        precision = {"fp32_output": False} if self._megatron.bf16 else {}
+
+        def forward(
+            items: Iterator[tuple[TrainingBatch, int]], model: torch.nn.Module
+        ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            batch, seed = next(items)
+            batch = batch.to(self.device)
+            ids = batch.tensors["input_ids"]
+            self._seed(seed)
+            positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+            return model(ids, positions, None, **precision), functools.partial(finish, batch)
+
+        with _kept_random_state():
+            return get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=iter(list(zip(micro_batches, seeds, strict=True))),
+                model=[module],
+                num_microbatches=len(micro_batches),
+                seq_length=tokens,
+                micro_batch_size=samples,
+                forward_only=forward_only,
+            )
+
+    def _seed(self, seed: int) -> None:
+        """Streams of one micro-batch: from its seed and the model-parallel position, on every stage."""
+        stages, stage = mpu.get_pipeline_model_parallel_world_size(), mpu.get_pipeline_model_parallel_rank()
+        # Megatron adds 2718 and the tensor-parallel rank for streams that differ between those ranks.
+        model_parallel_cuda_manual_seed((seed * stages + stage) % 2**31)
+
+    def _sum_over_replica(self, own: Tensor) -> Tensor:
+        """Sum over the replica's ranks in the order of ranks, so that it is bitwise equal everywhere; on the CPU."""
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, own)
+        total = torch.zeros_like(own)
+        for one in everyone:
+            total += one
+        return total.cpu()
+
+
+def _no_tokens(device: torch.device) -> Tensor:
+    """Megatron wants a token count with every loss; ours is divided later, by the caller."""
+    return torch.zeros((), dtype=torch.int, device=device)
+
+
+def _finalize_sums(model: list[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
+    """Megatron's finalisation without its division by tokens: gradients stay raw sums."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _set_determinism(wanted: bool, device: torch.device) -> None:
+    """Deterministic kernels, or not, for the whole process: each rank is a process of its own."""
+    if device.type != "cuda":
+        return
+    if wanted:
+        # cuBLAS reads it when its handle is made, which is after this in every launcher.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(wanted)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and we read no such memory
+    # Their backward adds in an order that varies; flash attention and plain matrix products do not.
+    torch.backends.cuda.enable_mem_efficient_sdp(not wanted)
+    torch.backends.cuda.enable_cudnn_sdp(not wanted)
+
+
+@contextlib.contextmanager
+def _kept_random_state() -> Iterator[None]:
+    """The process's random state is left as it was: no stream survives a micro-batch."""
+    host, device = torch.get_rng_state(), torch.cuda.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(host)
+        torch.cuda.set_rng_state(device)

@@ -1,0 +1,248 @@
+"""Losses against the numbers of verl and TRL (tests/golden/rl_losses.json), and their independence of micro-batching."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from everstep.cluster.batch import TrainingBatch
+from everstep.engine.loss import LossFn, LossSpec, pack_sums, unpack_sums
+from everstep.errors import ConfigError
+from everstep.rl import losses
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "rl_losses.json").read_text())["cases"]
+
+
+def golden(*algorithms: str) -> list:
+    return [pytest.param(c, id=c["name"]) for c in GOLDEN if c["algorithm"] in algorithms]
+
+
+def tensors(case: dict) -> dict[str, Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float32) for name, value in case["inputs"].items()}
+
+
+def policy(case: dict, **changes) -> LossFn:
+    p = case["params"]
+    args = {
+        "clip_low": p["clip_low"],
+        "clip_high": p["clip_high"],
+        "dual_clip": p["dual_clip_c"],
+        "aggregation": p["aggregation"],
+        "kl_coef": p.get("kl_coef", 0.0),
+        "kl_kind": p.get("kl_estimator", "k3"),
+        "entropy_coef": p.get("entropy_coef", 0.0),
+        "report_entropy": False,
+    }
+    return losses.policy_loss(**{**args, **changes})
+
+
+def batch_of(t: dict[str, Tensor]) -> TrainingBatch:
+    named = {
+        "advantages": t["advantages"],
+        "loss_mask": t["mask"],
+        "old_logprobs": t["old_logprobs"],
+        **({"ref_logprobs": t["ref_logprobs"]} if "ref_logprobs" in t else {}),
+    }
+    return TrainingBatch(named, sample_ids=[str(i) for i in range(len(t["mask"]))])
+
+
+def check(got: Tensor | float, expected: object, case: dict) -> None:
+    torch.testing.assert_close(
+        torch.as_tensor(got, dtype=torch.float32), torch.tensor(expected, dtype=torch.float32), **case["tolerance"]
+    )
+
+
+@pytest.mark.parametrize("case", golden("ppo_clip", "ppo_clip_plus_kl"))
+def test_policy_loss_and_gradient(case: dict) -> None:
+    t = tensors(case)
+    new = t["new_logprobs"].requires_grad_()
+    fn = policy(case)
+    out = fn(new, None, batch_of(t))
+    loss = out.loss_sum / out.weight
+    loss.backward()
+    check(loss.detach(), case["expected"]["loss"], case)
+    check(new.grad, case["expected"]["grad_new_logprobs"], case)
+    assert new.grad is not None and new.grad[t["mask"] == 0].eq(0).all()
+    means = {name: float(s / w) for name, (s, w) in out.metrics.items()}
+    for metric, key in {
+        "actor/pg_clipfrac": "clip_fraction",
+        "actor/pg_clipfrac_lower": "dual_clip_fraction",
+        "actor/ppo_kl": "approx_kl",
+        "actor/pg_loss": "policy_loss",
+        "actor/kl_loss": "kl_loss",
+    }.items():
+        # Where a case sets no dual clip its reference still counts against a default constant of its own.
+        if metric == "actor/pg_clipfrac_lower" and case["params"]["dual_clip_c"] is None:
+            continue
+        if key in case["expected"]:
+            check(means[metric], case["expected"][key], case)
+
+
+@pytest.mark.parametrize("case", golden("composite_from_logits"))
+def test_composite_from_logits(case: dict) -> None:
+    t = tensors(case)
+    logits = t["logits"].requires_grad_()
+    logp = logits.log_softmax(dim=-1)
+    new = logp.gather(2, t["token_ids"].long().unsqueeze(2)).squeeze(2)
+    entropy = -(logp.exp() * logp).sum(dim=-1)
+    out = policy(case)(new, entropy, batch_of(t))
+    (out.loss_sum / out.weight).backward()
+    check((out.loss_sum / out.weight).detach(), case["expected"]["loss"], case)
+    check(logits.grad, case["expected"]["grad_logits"], case)
+    for metric, key in {"actor/pg_loss": "policy_loss", "actor/entropy": "entropy", "actor/kl_loss": "kl_loss"}.items():
+        check(out.metrics[metric][0] / out.metrics[metric][1], case["expected"][key], case)
+
+
+@pytest.mark.parametrize("case", golden("kl"))
+def test_kl(case: dict) -> None:
+    t = tensors(case)
+    new = t["new_logprobs"].requires_grad_()
+    per_token = losses.kl_terms(new, t["ref_logprobs"], t["mask"], case["params"]["estimator"])
+    total, weight = losses.aggregate(per_token, t["mask"], case["params"]["aggregation"])
+    (total / weight).backward()
+    check((per_token * t["mask"]).detach(), case["expected"]["per_token"], case)
+    check((total / weight).detach(), case["expected"]["loss"], case)
+    check(new.grad, case["expected"]["grad_new_logprobs"], case)
+
+
+@pytest.mark.parametrize("case", golden("entropy_bonus"))
+def test_entropy_bonus(case: dict) -> None:
+    """Through the whole loss: advantages of zero leave only the entropy term."""
+    t = tensors(case)
+    logits = t["logits"].requires_grad_()
+    logp = logits.log_softmax(dim=-1)
+    entropy = -(logp.exp() * logp).sum(dim=-1)
+    zeros = torch.zeros_like(t["mask"])
+    fn = losses.policy_loss(
+        entropy_coef=case["params"]["entropy_coef"], aggregation=case["params"]["aggregation"], on_policy=True
+    )
+    batch = TrainingBatch({"advantages": zeros, "loss_mask": t["mask"]}, sample_ids=[str(i) for i in range(len(zeros))])
+    out = fn(logp[..., 0], entropy, batch)
+    (out.loss_sum / out.weight).backward()
+    check((out.loss_sum / out.weight).detach(), case["expected"]["loss"], case)
+    check(logits.grad, case["expected"]["grad_logits"], case)
+
+
+@pytest.mark.parametrize("case", golden("aggregation"))
+def test_aggregation_adds_up_over_micro_batches(case: dict) -> None:
+    """The sums of micro-batches over the global weight are the reference's micro-batch losses and the whole loss."""
+    t = tensors(case)
+    values = t["loss_matrix"].requires_grad_()
+    how = case["params"]["aggregation"]
+    total, weight = losses.aggregate(values, t["mask"], how)
+    (total / weight).backward()
+    check((total / weight).detach(), case["expected"]["loss"], case)
+    check(values.grad, case["expected"]["grad_loss_matrix"], case)
+    parts = [losses.aggregate(values[a:b], t["mask"][a:b], how) for a, b in case["params"]["micro_batches"]]
+    check(torch.stack([s / weight for s, _ in parts]).detach(), case["expected"]["micro_batch_losses"], case)
+    assert float(sum(w for _, w in parts)) == float(weight)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize("sizes", [[9], [1] * 9, [4, 0, 5], [2, 7]])
+def test_any_cut_of_the_batch_gives_the_same_step(aggregation: str, sizes: list[int]) -> None:
+    """Loss, gradient and every metric, through the engine's own packing; rows of unequal length, one without tokens."""
+    generator = torch.Generator().manual_seed(5)
+    draw = lambda: torch.randn(9, 7, generator=generator)
+    lengths = torch.tensor([7, 1, 3, 0, 5, 2, 7, 4, 6])
+    mask = (torch.arange(7) < lengths.unsqueeze(1)).float()
+    new, entropy = (draw() - 2).requires_grad_(), draw().abs().requires_grad_()
+    batch = TrainingBatch(
+        {"advantages": draw(), "loss_mask": mask, "old_logprobs": new.detach() + draw(), "ref_logprobs": draw() - 2},
+        sample_ids=[str(i) for i in range(9)],
+    )
+    fn = LossSpec(
+        "everstep.rl.losses:policy_loss",
+        {"aggregation": aggregation, "kl_coef": 0.1, "entropy_coef": 0.01, "clip_high": 0.28},
+    ).build()
+
+    def step(sizes: list[int]) -> tuple[dict[str, float], Tensor, Tensor]:
+        new.grad = entropy.grad = None
+        total, start = torch.zeros(2 + 2 * len(fn.metric_names), dtype=torch.float64), 0
+        for part in batch.split_sizes(sizes):
+            rows = slice(start, start + len(part))
+            out = fn(new[rows], entropy[rows], part)
+            out.loss_sum.backward()
+            total += pack_sums(out, fn.metric_names, torch.device("cpu"))
+            start += len(part)
+        sums = unpack_sums(total, fn.metric_names)
+        weight = sums["loss"][1]
+        assert new.grad is not None and entropy.grad is not None
+        return {k: s / w for k, (s, w) in sums.items()}, new.grad / weight, entropy.grad / weight
+
+    whole, cut = step([9]), step(sizes)
+    assert whole[0] == pytest.approx(cut[0], rel=1e-6)
+    torch.testing.assert_close(whole[1], cut[1], rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(whole[2], cut[2], rtol=1e-6, atol=1e-9)
+    assert set(whole[0]) == {
+        "loss",
+        "actor/pg_loss",
+        "actor/ppo_kl",
+        "actor/pg_clipfrac",
+        "actor/pg_clipfrac_lower",
+        "actor/kl_loss",
+        "actor/entropy",
+    }
+
+
+def test_padding_may_hold_anything() -> None:
+    """Infinite and NaN log-probabilities where the mask is 0 reach neither the loss nor the gradient."""
+    new = torch.tensor([[0.0, -1.0, float("-inf")], [0.0, float("nan"), -2.0]], requires_grad=True)
+    mask = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    batch = TrainingBatch(
+        {
+            "advantages": torch.ones(2, 3),
+            "loss_mask": mask,
+            "old_logprobs": torch.tensor([[0.0, -1.1, 0.0], [0.0, 0.0, -2.1]]),
+            "ref_logprobs": torch.full((2, 3), -1.5),
+        },
+        sample_ids=["a", "b"],
+    )
+    out = losses.policy_loss(kl_coef=0.1, report_entropy=False)(new, None, batch)
+    out.loss_sum.backward()
+    assert torch.isfinite(out.loss_sum) and new.grad is not None and torch.isfinite(new.grad).all()
+    assert new.grad[mask == 0].eq(0).all() and new.grad[mask == 1].ne(0).all()
+
+
+def test_on_policy_equals_old_logprobs_of_the_same_weights() -> None:
+    new = (torch.randn(3, 4, generator=torch.Generator().manual_seed(1)) - 2).requires_grad_()
+    batch = TrainingBatch(
+        {"advantages": torch.tensor([[1.0], [-2.0], [0.5]]).expand(3, 4), "loss_mask": torch.ones(3, 4)},
+        sample_ids=["a", "b", "c"],
+    )
+    fn = losses.policy_loss(on_policy=True, report_entropy=False)
+    fn(new, None, batch).loss_sum.backward()
+    first, new.grad = new.grad, None
+    given = losses.policy_loss(report_entropy=False)
+    given(new, None, batch.with_tensors(old_logprobs=new.detach())).loss_sum.backward()
+    assert first is not None and torch.equal(first, new.grad) and first.ne(0).all()
+
+
+def test_sft_loss_is_cross_entropy_of_the_marked_tokens() -> None:
+    logits = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    ids = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(3))
+    mask = torch.tensor([[0.0, 1, 1, 0, 0], [0, 0, 1, 1, 1]])
+    logprobs = logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)
+    out = losses.sft_loss()(logprobs, None, TrainingBatch({"loss_mask": mask}, sample_ids=["a", "b"]))
+    expected = torch.nn.functional.cross_entropy(logits[mask > 0], ids[mask > 0])
+    torch.testing.assert_close(out.loss_sum / out.weight, expected)
+    assert out.weight == 5 and tuple(out.metrics) == losses.sft_loss().metric_names == ("train/loss",)
+
+
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        ({"aggregation": "mean"}, "rl.loss_aggregation='mean'"),
+        ({"kl_kind": "k4"}, "rl.kl_kind='k4'"),
+        ({"dual_clip": 1.1}, "rl.dual_clip=1.1"),
+        ({"clip_low": 1.5}, "rl.clip_low=1.5"),
+        ({"kl_coef": -1.0}, "rl.kl_coef=-1.0"),
+    ],
+)
+def test_impossible_settings_name_their_key(args: dict, names: str) -> None:
+    with pytest.raises(ConfigError, match=names):
+        losses.policy_loss(**args)

@@ -14,7 +14,7 @@ from typing import Any
 
 from everstep.errors import DeadlineExceeded, Fenced
 from everstep.recovery import wire
-from everstep.recovery.view import Kind, Record, View, Vote
+from everstep.recovery.view import Epoch, Kind, Record, View, Vote
 
 
 class Control:
@@ -25,6 +25,7 @@ class Control:
         self.on_record: Callable[[Record], None] = lambda record: None
         self._heartbeat_s = heartbeat_s
         self._records: list[Record] = []           # views and commits, in order
+        self._last_build = 0
         self._changed = threading.Condition()
         self._send_lock = threading.Lock()
         self._progress: dict[str, Any] = {"type": "progress", "step": 0, "phase": "idle", "detail": {}}
@@ -76,6 +77,21 @@ class Control:
     def view(self) -> View:
         return self.latest.view
 
+    @property
+    def epoch(self) -> Epoch:
+        """Epoch of the newest view; (0, 0) before the first."""
+        records = self._records
+        return records[-1].view.epoch if records else Epoch(0, 0)
+
+    def includes(self, worker: str) -> bool:
+        """Whether the newest view has this worker as a member (True if the coordinator is lost: it cannot say)."""
+        records = self._records
+        return self._lost is not None or bool(records and worker in records[-1].view.workers)
+
+    def build_after(self, number: int) -> bool:
+        """Whether a newer link build was ordered, which makes build ``number`` obsolete, or the coordinator is lost."""
+        return self._lost is not None or self._last_build > number
+
     # -- what a rank says -------------------------------------------------------------------------------------------------
 
     def phase(self, step: int, phase: str, **detail: Any) -> None:
@@ -115,7 +131,9 @@ class Control:
         try:
             while True:
                 record = Record.from_json(wire.receive(self._socket)["record"])
-                if record.kind is not Kind.BUILD:
+                if record.kind is Kind.BUILD:
+                    self._last_build = record.number
+                else:
                     with self._changed:
                         if self._records and record.number <= self._records[-1].number:
                             raise wire.Closed(f"record {record.number} after {self._records[-1].number}: not our coordinator")

@@ -75,6 +75,13 @@ class Coordinator:
         self.state = State.VOTING
         return [self._new_view(tuple(members), frozenset(), "start")]
 
+    def restart_at(self, step: int) -> list[Record]:
+        """All members loaded a checkpoint of ``step``: a new view says so. Before the first commit of this incarnation only."""
+        if self.begun != self.committed or self.committed != 0:
+            raise InvariantViolated(f"cannot restart at step {step}: step {self.begun} has begun")
+        self.committed = self.begun = step
+        return [self._new_view(self.view.members, self.view.healing, f"checkpoint of step {step}")]
+
     def begin(self, step: int, samples: tuple[str, ...]) -> None:
         """The step's samples, for its commit record. Steps begin in order, one at a time."""
         if step != self.committed + 1:
@@ -135,6 +142,14 @@ class Coordinator:
                 self.state = State.HELD
             return [record, *self._next_build()]
         return []
+
+    def build_expired(self) -> list[Record]:
+        """The link in construction was not acknowledged by everybody before its deadline: build it anew, under a new name."""
+        if self.joining is None:
+            return []
+        self.waiting.append(self.joining.member)
+        self.joining = None
+        return self._next_build()
 
     def link_failed(self, link_id: str, cause: str) -> list[Record]:
         """A collective failed with every process alive (a flapping link): new epoch, same members, nobody is evicted."""

@@ -69,12 +69,13 @@ class CoordinatorServer:
     """
 
     def __init__(
-        self, coordinator: Coordinator, log: CommitLog, events: EventLog, token: str, silence_s: float,
+        self, coordinator: Coordinator, log: CommitLog, events: EventLog, token: str, silence_s: float, build_timeout_s: float,
         place: Callable[[str], tuple[int, int]], on_phase: Callable[[str, int, str], None],
         on_death: Callable[[str, str], None], on_record: Callable[[Record], None], host: str = "127.0.0.1",
     ):
         self.coordinator, self._log, self._events, self._token = coordinator, log, events, token
-        self._place = place
+        self._place, self._build_timeout_s = place, build_timeout_s
+        self._build: tuple[str, float] = ("", 0.0)  # the link in construction and since when
         self._silence_s, self._on_phase, self._on_death, self._on_record = silence_s, on_phase, on_death, on_record
         self._changed = threading.Condition(threading.RLock())
         self._sessions: dict[str, _Session] = {}
@@ -94,6 +95,10 @@ class CoordinatorServer:
     def open(self, members: list[Member]) -> None:
         self._event(lambda: self.coordinator.open(members))
 
+    def restart_at(self, step: int) -> None:
+        """The members hold step ``step`` of a checkpoint; only before the first step of this run."""
+        self._event(lambda: self.coordinator.restart_at(step))
+
     def begin(self, step: int, samples: tuple[str, ...]) -> None:
         with self._changed:
             self.coordinator.begin(step, samples)
@@ -101,7 +106,10 @@ class CoordinatorServer:
         self._events.emit("begin", step=step, epoch=view.epoch.key, members=list(view.replicas), samples=list(samples))
 
     def joiner(self, member: Member) -> None:
-        self._event(lambda: self.coordinator.joiner(member))
+        """Announce a formed replica. One that lost a rank again in the meantime is not announced: its repair is under way."""
+        with self._changed:
+            if not any(worker in self.dead for worker in member.workers):
+                self._event(lambda: self.coordinator.joiner(member))
 
     def expel(self, worker: str, cause: str) -> None:
         """Take a worker out of every view. Idempotent; returns after the new view is published."""
@@ -253,6 +261,12 @@ class CoordinatorServer:
             now = time.monotonic()
             with self._changed:
                 silent = [w for w in self._sessions if now - self.progress[w].heard > self._silence_s]
+                joining = self.coordinator.joining
+                link = joining.link_id if joining else ""
+                if link != self._build[0]:
+                    self._build = (link, now)
             for worker in silent:
                 said = self.progress[worker]
                 self.expel(worker, f"silent for {self._silence_s:g} s (last: step {said.step}, {said.phase})")
+            if link and now - self._build[1] > self._build_timeout_s:
+                self._event(self.coordinator.build_expired)

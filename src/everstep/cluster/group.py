@@ -1,0 +1,100 @@
+"""What a recipe sees of the cluster: a group of replicas with a handful of verbs. No process, no socket, no rank.
+
+``launcher=ray`` (:mod:`everstep.cluster.ray`): the recipe runs once, in the controller. ``launcher=local``
+(:mod:`everstep.cluster.local`): the recipe runs in every rank, each call does this rank's part, and results are exchanged so
+that every rank sees the same ones. A recipe written against this module cannot tell the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from everstep.cluster.batch import TrainingBatch
+from everstep.config.schema import Config
+from everstep.engine.loss import LossSpec
+from everstep.errors import BadInput
+from everstep.layout import Layout
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One committed optimizer step. ``metrics``: the loss's metrics, each divided by its own global weight."""
+
+    step: int
+    applied: bool                 # False: the gradient was not finite twice; weights unchanged, samples listed as dropped
+    loss: float
+    divisor: float                # tokens or sequences, whatever the loss is averaged over
+    grad_norm: float              # before clipping
+    lr: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # per phase, of the slowest rank
+    attempts: int = 1
+    slots: int = 0
+    slots_redone: int = 0
+    members: tuple[int, ...] = ()
+
+
+class Group(Protocol):
+    """A running group of replicas."""
+
+    config: Config
+    layout: Layout
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this process prints, logs and writes files for the run."""
+
+    @property
+    def committed_step(self) -> int:
+        """The last committed optimizer step."""
+
+    def call(self, dispatch: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a public method of every worker through a dispatch (``mesh``, ``pass_through`` or a registered one).
+
+        The method must be safe to repeat: if a rank dies meanwhile, the call is made again on the replicas that are left.
+        Raises WorkerFailed if the method raises, NotEnoughReplicas if nobody is left.
+        """
+
+    def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
+        """One step transaction over ``batch`` (all of it, over all replicas). Returns after its commit was applied."""
+
+    def once(self, function: Callable[..., T], *args: Any) -> T:
+        """``function(*args)`` computed in one place, its result known everywhere (rewards, files, anything not repeatable)."""
+
+    def save(self, recipe_state: dict[str, Any]) -> Path:
+        """A complete checkpoint of the committed step."""
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Restore every rank from a checkpoint; returns the recipe state that was saved with it."""
+
+    def verify(self) -> str:
+        """Compare the state hashes of all ranks; returns a digest over all positions. Raises InvariantViolated."""
+
+    def status(self) -> dict[str, Any]:
+        """Replicas, spares, epoch, committed step, and what each rank last reported."""
+
+    def close(self) -> None:
+        """Stop every process of the group."""
+
+
+def cut_slots(batch: TrainingBatch, micro_batch_size: int, dp: int) -> list[tuple[TrainingBatch, ...]]:
+    """The slots of a step: a pure function of the batch alone (docs/protocol.md, rule 16).
+
+    Slot i holds ``dp`` micro-batches of ``micro_batch_size`` samples, one for each inner data-parallel rank. All are padded to
+    the width of the step's longest sample, rounded up to 8, so that any rank can run any slots together.
+    """
+    per_slot = micro_batch_size * dp
+    if len(batch) % per_slot:
+        raise BadInput(
+            f"{len(batch)} samples cannot be cut into slots of {per_slot} (train.micro_batch_size={micro_batch_size} times "
+            f"layout.dp={dp}); choose sizes that divide"
+        )
+    trimmed = batch.trim()
+    padded = trimmed.pad_to(-(-trimmed.width // 8) * 8)
+    micro = [padded.slice(i, i + micro_batch_size) for i in range(0, len(padded), micro_batch_size)]
+    return [tuple(micro[i : i + dp]) for i in range(0, len(micro), dp)]

@@ -1,0 +1,218 @@
+"""Launcher local: torchrun started the ranks of one replica, and the recipe runs in each of them.
+
+Every rank makes the same calls in the same order; each does its own part, and results are exchanged so that all see the same.
+The coordinator runs in rank 0, and the step transaction is the one of launcher ray: one replica, votes of all ranks, a durable
+commit record. If a rank dies, torchrun ends the others; the run resumes from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from everstep.checkpoint import saving
+from everstep.checkpoint.saving import SavedRun
+from everstep.checkpoint.sharded import Shard
+from everstep.cluster import environment
+from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.device import choose_device
+from everstep.cluster.dispatch import get_dispatch, ranks_of
+from everstep.cluster.group import StepResult, cut_slots
+from everstep.cluster.results import combine, compare_hashes
+from everstep.cluster.worker import Formation, Worker
+from everstep.config.schema import Config
+from everstep.engine import cpu
+from everstep.engine.loss import LossSpec
+from everstep.errors import BadInput
+from everstep.layout import Layout
+from everstep.recovery.commitlog import CommitLog
+from everstep.recovery.control import Control
+from everstep.recovery.coordinator import Coordinator
+from everstep.recovery.faults import FaultInjector
+from everstep.recovery.server import CoordinatorServer
+from everstep.recovery.view import Member
+from everstep.run_dir import RunDir
+from everstep.telemetry.events import EventLog
+
+T = TypeVar("T")
+
+
+class ListSlots:
+    """Slots of a batch that every rank holds whole."""
+
+    def __init__(self, slots: list[tuple[TrainingBatch, ...]]):
+        self._slots = slots
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def fetch(self, slot: int, dp: int) -> TrainingBatch:
+        return self._slots[slot][dp]
+
+
+def join_world(config: Config) -> environment.RankEnvironment:
+    """Join torchrun's world of this replica. Raises BadInput if the environment or the number of ranks does not fit."""
+    env = environment.read_environment()
+    layout = Layout(1, 0, tp=config.layout.tp, pp=config.layout.pp, dp=config.layout.dp)
+    if env.world_size != layout.ranks_per_replica:
+        raise BadInput(
+            f"torchrun started {env.world_size} processes, but layout.tp*pp*dp={layout.ranks_per_replica}; use "
+            f"--nproc_per_node {layout.ranks_per_replica} or change layout.*"
+        )
+    device = choose_device(config)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        cpu.apply()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=config.recovery.step_timeout_s))
+    return env
+
+
+class LocalGroup:
+    """The :class:`everstep.cluster.group.Group` of launcher local. The caller has joined the world (:func:`join_world`)."""
+
+    def __init__(self, config: Config, run_dir: RunDir, events: EventLog):
+        self.config, self._run_dir, self._events = config, run_dir, events
+        self.layout = Layout(1, 0, tp=config.layout.tp, pp=config.layout.pp, dp=config.layout.dp)
+        self._rank = dist.get_rank()
+        self._reference = False
+        self._server: CoordinatorServer | None = None
+        workers = tuple(f"w{rank}" for rank in range(self.layout.ranks_per_replica))
+        member = Member(0, 0, workers)
+        address, token = self._start_coordinator(workers)
+        control = Control(address, token, workers[self._rank], config.recovery.heartbeat_s)
+        store = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        own_events = EventLog(run_dir.events / f"{workers[self._rank]}.jsonl", workers[self._rank])
+        self._worker = Worker(config, workers[self._rank], choose_device(config), control, store, own_events)
+        self._worker.run("form", (Formation(0, self._rank, 0, workers, "weights", False),), {})
+        dist.barrier()
+        if self._server:
+            self._server.open([member])
+        self._control = control
+
+    def _start_coordinator(self, workers: tuple[str, ...]) -> tuple[tuple[str, int], str]:
+        """Rank 0 hosts the coordinator; everybody learns its address through torchrun's world."""
+        shared: list[Any] = [None]
+        if self.is_lead:
+            place: Callable[[str], tuple[int, int]] = lambda worker: (0, workers.index(worker))
+            log = CommitLog(self._run_dir.path / "commits.log")
+            token = secrets.token_hex(16)
+            pids: dict[str, int] = {}
+            injector = FaultInjector(self.config.faults, place, lambda worker, number: os.kill(pids[worker], number), self._events)
+            host = os.environ["MASTER_ADDR"]
+            self._server = server = CoordinatorServer(
+                Coordinator(log.incarnation, 0, 1), log, self._events, token, self.config.recovery.silence_s,
+                2 * self.config.recovery.link_timeout_s, place=place, on_phase=injector.on_phase,
+                on_death=lambda worker, cause: None, on_record=lambda record: None, host=host,
+            )
+            shared = [(server.address, token)]
+            dist.broadcast_object_list(shared)
+            gathered: list[Any] = [None] * len(workers)
+            dist.all_gather_object(gathered, os.getpid())
+            pids.update(zip(workers, gathered, strict=True))
+        else:
+            dist.broadcast_object_list(shared)
+            dist.all_gather_object([None] * len(workers), os.getpid())
+        address, token = shared[0]
+        return (str(address[0]), int(address[1])), token
+
+    # -- verbs -----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_lead(self) -> bool:
+        return self._rank == 0
+
+    @property
+    def committed_step(self) -> int:
+        return self._control.latest.view.committed
+
+    def call(self, dispatch: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        ranks = ranks_of(self.layout)
+        how = get_dispatch(dispatch)
+        how.validate(ranks, args, kwargs)
+        my_args, my_kwargs = how.dispatch(ranks, args, kwargs)[self._rank]
+        mine = self._worker.run(method, my_args, my_kwargs)
+        if method == "keep_reference":
+            self._reference = True
+        return how.collect(ranks, self._exchange(mine))
+
+    def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
+        step = self.committed_step + 1
+        slots = cut_slots(batch, self.config.train.micro_batch_size, self.layout.dp)
+        if self._server:
+            self._server.begin(step, tuple(batch.sample_ids))
+        report = self._worker.run("train_step", (step, ListSlots(slots), loss, lr, temperature), {})
+        reports = self._exchange(report)
+        return combine(step, reports, reports[:1], loss, lr, len(slots), self._control.view)
+
+    def once(self, function: Callable[..., T], *args: Any) -> T:
+        """The lead computes; the others receive the result, or the exception."""
+        shared: list[Any] = [None]
+        if self.is_lead:
+            try:
+                shared = [(function(*args), None)]
+            except Exception as error:  # handed to every rank, raised there and here
+                shared = [(None, error)]
+        dist.broadcast_object_list(shared)
+        result, error = shared[0]
+        if error is not None:
+            raise error
+        return result
+
+    def save(self, recipe_state: dict[str, Any]) -> Path:
+        shared: list[Any] = [None]
+        if self.is_lead:
+            run = SavedRun(self.committed_step, self._reference, recipe_state)
+            keep = self.config.checkpoint.keep_last
+            shared = [saving.save(self._run_dir.checkpoints, run, self.layout, keep, self._write_shards, self._events)]
+        else:
+            self._write_shards(None)
+        dist.broadcast_object_list(shared)
+        path: Path = shared[0]
+        return path
+
+    def _write_shards(self, folder: Path | None) -> list[Shard]:
+        shared: list[Any] = [folder]
+        dist.broadcast_object_list(shared)
+        shards: list[Shard] = self._exchange(self._worker.run("save_shard", (shared[0],), {}))
+        return shards
+
+    def load(self, path: Path) -> dict[str, Any]:
+        saved = saving.read(path, self.layout)
+        self._worker.run("load_shard", (path, saved.step, saved.reference), {})
+        self._reference = saved.reference
+        dist.barrier()
+        if self._server:
+            self._server.restart_at(saved.step)
+        self._control.wait_for(
+            lambda records: records[-1] if records[-1].view.committed == saved.step else None, 30.0, "the checkpoint's view"
+        )
+        return saved.recipe_state
+
+    def verify(self) -> str:
+        hashes = self._exchange(self._worker.run("state_hash", (), {}))
+        return compare_hashes(ranks_of(self.layout), hashes, self.committed_step, self._events)
+
+    def status(self) -> dict[str, Any]:
+        view = self._control.view
+        return {"state": "voting", "epoch": str(view.epoch), "committed_step": view.committed, "replicas": [0], "healing": [],
+                "spares": 0, "ranks": {}}
+
+    def close(self) -> None:
+        self._worker.leave()
+        self._control.close()
+        if self._server:
+            self._server.close()
+
+    def _exchange(self, value: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.layout.ranks_per_replica
+        dist.all_gather_object(gathered, value)
+        return gathered

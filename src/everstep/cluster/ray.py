@@ -1,0 +1,522 @@
+"""Launcher ray: one controller (this process) and one actor per rank and spare.
+
+The controller runs the recipe, owns the coordinator, sends work, and collects results. Training itself, commits and deaths
+included, goes over the coordinator's channel; Ray starts processes and moves data.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+import torch.distributed as dist
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from everstep.checkpoint import saving
+from everstep.checkpoint.saving import SavedRun
+from everstep.checkpoint.sharded import Shard
+from everstep.cluster import environment
+from everstep.cluster.actor import ActorInfo, ActorSpec, RankActor
+from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.dispatch import get_dispatch, ranks_of
+from everstep.cluster.group import StepResult, cut_slots
+from everstep.cluster.placement import place
+from everstep.cluster.repair import Repair
+from everstep.cluster.results import combine, compare_hashes
+from everstep.cluster.worker import Formation
+from everstep.config.schema import Config
+from everstep.engine.loss import LossSpec
+from everstep.errors import BadInput, DeadlineExceeded, EverstepError, Fenced, NotEnoughReplicas, ReplicaBroken, WorkerFailed
+from everstep.layout import Layout
+from everstep.recovery.commitlog import CommitLog
+from everstep.recovery.coordinator import Coordinator, State
+from everstep.recovery.faults import FaultInjector
+from everstep.recovery.server import CoordinatorServer
+from everstep.recovery.view import Member, Record
+from everstep.run_dir import RunDir
+from everstep.telemetry.events import EventLog
+
+T = TypeVar("T")
+_DEATH_CONFIRM_S = 30.0
+_POLL_S = 0.2
+
+
+class RayGroup:
+    """The :class:`everstep.cluster.group.Group` of launcher ray."""
+
+    is_lead = True
+
+    def __init__(self, config: Config, run_dir: RunDir, events: EventLog, on_record: Callable[[Record], None] | None = None):
+        self.config, self._run_dir, self._events = config, run_dir, events
+        sizes = config.layout
+        self.layout = Layout(sizes.replicas, sizes.spares, tp=sizes.tp, pp=sizes.pp, dp=sizes.dp)
+        self._on_record = on_record or (lambda record: None)
+        self._actors: dict[str, Any] = {}
+        self._infos: dict[str, ActorInfo] = {}
+        self._reference = False
+        self._closed = False
+        self._repair: Repair | None = None
+        self._injector: FaultInjector | None = None
+        self._group: Any = None
+        self._server: CoordinatorServer | None = None
+        self.dispatch_bytes, self.dispatch_seconds = 0, 0.0
+        self._own_cluster = _start_ray(config, self.layout.devices)
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    # -- start and end -------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        config, recovery = self.config, self.config.recovery
+        host = ray.util.get_node_ip_address() if config.ray.address else "127.0.0.1"
+        log = CommitLog(self._run_dir.path / "commits.log")
+        coordinator = Coordinator(log.incarnation, 0, recovery.min_replicas)
+        token = secrets.token_hex(16)
+        self._server = CoordinatorServer(
+            coordinator, log, self._events, token, recovery.silence_s, 2 * recovery.link_timeout_s,
+            place=self._place_of, on_phase=self._phase_entered, on_death=self._worker_died, on_record=self._on_record, host=host,
+        )
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        workers = self._create_actors(host, token)
+        per_replica = self.layout.ranks_per_replica
+        members = [
+            Member(replica, 0, tuple(workers[replica * per_replica : (replica + 1) * per_replica]))
+            for replica in range(self.layout.replicas)
+        ]
+        spares = workers[self.layout.world_size :]
+        self._repair = Repair(self, {m.replica: m for m in members}, spares, lambda: self._reference)
+        self._injector = FaultInjector(config.faults, self._place_of, self._send_signal, self._events)
+        self._events.emit("spare_ready", spares=len(spares))
+        failed = self.form([
+            (worker, Formation(m.replica, rank, 0, m.workers, "weights", False))
+            for m in members for rank, worker in enumerate(m.workers)
+        ])
+        if failed:
+            raise NotEnoughReplicas("; ".join(f"worker {w} could not start: {cause}" for w, cause in sorted(failed.items())))
+        self._server.open(members)
+
+    def _create_actors(self, host: str, token: str) -> list[str]:
+        """Actors of all ranks and spares on the nodes that the placement chose, imports done. Raises BadInput, DeadlineExceeded."""
+        config = self.config
+        on_gpu = _uses_gpus(config)
+        nodes = _devices_per_node(on_gpu)
+        plan = place(self.layout.ranks_per_replica, self.layout.replicas, self.layout.spares, nodes)
+        chosen = [*(node for replica in plan.replica_nodes for node in replica), *plan.spare_nodes]
+        device = {"GPU": 1.0} if on_gpu else {}
+        bundles = [{"CPU": 1.0, **device, f"node:{_node_ip(node)}": 0.001} for node in chosen]
+        self._group = placement_group(bundles, strategy="PACK")
+        deadline = time.monotonic() + config.ray.start_timeout_s
+        try:
+            ray.get(self._group.ready(), timeout=config.ray.start_timeout_s)
+        except GetTimeoutError:
+            raise DeadlineExceeded(
+                f"Ray did not place {len(bundles)} processes ({bundles[0]}) in {config.ray.start_timeout_s:g} s "
+                "(ray.start_timeout_s); free devices, or ask for fewer in layout.*"
+            ) from None
+        workers = [f"w{i}" for i in range(len(chosen))]
+        numbers = {worker: i for i, worker in enumerate(workers)}
+        remote = ray.remote(RankActor)
+        env = environment.worker_environment(config)
+        port = self._store.port
+        for index, worker in enumerate(workers):
+            spec = ActorSpec(
+                worker, config, self._coordinator_address, token, (host, port), str(self._run_dir.events),
+                str(self._run_dir.rank_log(index)),
+            )
+            actor_env = env | {"MASTER_ADDR": host, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
+            self._actors[worker] = remote.options(
+                num_cpus=1, num_gpus=1 if on_gpu else 0, max_restarts=0, max_task_retries=0,
+                runtime_env={"env_vars": actor_env},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
+            ).remote(spec)
+        for worker, actor in self._actors.items():
+            try:
+                self._infos[worker] = ray.get(actor.ready.remote(), timeout=max(1.0, deadline - time.monotonic()))
+            except GetTimeoutError:
+                raise DeadlineExceeded(
+                    f"worker {worker} was not ready in {config.ray.start_timeout_s:g} s (ray.start_timeout_s); "
+                    f"see {self._run_dir.rank_log(numbers[worker])}"
+                ) from None
+            except RayError as error:
+                raise _typed(error, worker, "its start") from error
+        return workers
+
+    @property
+    def _coordinator_address(self) -> tuple[str, int]:
+        assert self._server is not None
+        return self._server.address
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._server:
+            self._server.close()
+        if self._repair:
+            self._repair.close()
+        for actor in self._actors.values():
+            ray.kill(actor, no_restart=True)
+        if self._group:
+            remove_placement_group(self._group)
+        for worker in self._infos:
+            self._wait_gone(worker, 10.0)
+        if self._own_cluster:
+            ray.shutdown()
+
+    # -- verbs ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def committed_step(self) -> int:
+        return self.server.coordinator.committed
+
+    @property
+    def server(self) -> CoordinatorServer:
+        assert self._server is not None
+        return self._server
+
+    def call(self, dispatch: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        start, sent = time.monotonic(), 0
+        while True:
+            self._check_alive()
+            view = self.server.coordinator.view
+            ranks = ranks_of(self.layout, view.contributors)
+            how = get_dispatch(dispatch)
+            how.validate(ranks, args, kwargs)
+            put = _Putter()
+            pending: dict[Any, int] = {}
+            for index, (rank, (a, kw)) in enumerate(zip(ranks, how.dispatch(ranks, args, kwargs), strict=True)):
+                member = view.member(rank.replica)
+                assert member is not None
+                actor = self._actors[member.workers[rank.rank]]
+                ref = actor.run.remote(method, *[put(x) for x in a], **{k: put(x) for k, x in kw.items()})
+                pending[ref] = index
+            sent += put.nbytes
+            workers = [view.member(r.replica).workers[r.rank] for r in ranks]  # type: ignore[union-attr]
+            results = self._gather(pending, workers, method)
+            if results is not None:
+                seconds = time.monotonic() - start
+                self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + sent, self.dispatch_seconds + put.seconds
+                self._events.emit("call", method=method, dispatch=dispatch, sent_bytes=sent, seconds=seconds)
+                if method == "keep_reference":
+                    self._reference = True
+                return how.collect(ranks, results)
+
+    def _gather(self, pending: dict[Any, int], workers: list[str], method: str) -> list[Any] | None:
+        """Results in the order of the ranks; None if a death voided the call (it is made again on those that are left)."""
+        results: list[Any] = [None] * len(workers)
+        while pending:
+            done, _ = ray.wait(list(pending), num_returns=1, timeout=_POLL_S)
+            for ref in done:
+                index = pending.pop(ref)
+                try:
+                    results[index] = ray.get(ref)
+                except RayError as error:
+                    if not self._is_death(workers[index], error):
+                        raise _typed(error, workers[index], method) from error
+                    return None
+            alive = self.server.coordinator.view.workers
+            if any(w not in alive for w in workers):
+                return None
+        return results
+
+    def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
+        step = self.committed_step + 1
+        slots = cut_slots(batch, self.config.train.micro_batch_size, self.layout.dp)
+        put = _Putter()
+        refs = [[put(micro) for micro in slot] for slot in slots]
+        self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + put.nbytes, self.dispatch_seconds + put.seconds
+        self.server.begin(step, tuple(batch.sample_ids))
+        coordinator = self.server.coordinator
+        pending: dict[Any, str] = {}
+        called: set[str] = set()
+        reports: dict[str, Any] = {}
+        while True:
+            self._check_alive()
+            view = coordinator.view
+            if coordinator.committed < step:
+                for worker in sorted(view.workers - called):
+                    called.add(worker)
+                    pending[self._actors[worker].train_step.remote(step, refs, loss, lr, temperature)] = worker
+            elif not any(worker in view.workers for worker in pending.values()):
+                break
+            done, _ = ray.wait(list(pending), num_returns=1, timeout=_POLL_S) if pending else ([], [])
+            if not pending:
+                time.sleep(0.01)  # the coordinator holds the step until a replica joins
+            for ref in done:
+                worker = pending.pop(ref)
+                try:
+                    reports[worker] = ray.get(ref)
+                except RayError as error:
+                    if not self._is_death(worker, error):
+                        raise _typed(error, worker, f"step {step}") from error
+        finished = {w: r for w, r in reports.items() if w in coordinator.view.workers}
+        if not finished:
+            raise NotEnoughReplicas(f"step {step} was committed but no rank that applied it is left; resume from the last checkpoint")
+        first_ranks = {self._place_of(w)[0]: r for w, r in finished.items() if self._place_of(w)[1] == 0}
+        return combine(step, list(finished.values()), list(first_ranks.values()), loss, lr, len(slots), coordinator.view)
+
+    def once(self, function: Callable[..., T], *args: Any) -> T:
+        return function(*args)
+
+    def save(self, recipe_state: dict[str, Any]) -> Path:
+        def write(folder: Path) -> list[Shard]:
+            """The ranks of one replica write; if it breaks meanwhile, another one writes all of it again."""
+            while True:
+                self._check_alive()
+                view = self.server.coordinator.view
+                member = view.member(view.contributors[0])
+                assert member is not None
+                refs = {self._actors[w].run.remote("save_shard", folder): i for i, w in enumerate(member.workers)}
+                shards = self._gather(refs, list(member.workers), "save_shard")
+                if shards is not None:
+                    return shards
+
+        state = SavedRun(self.committed_step, self._reference, recipe_state)
+        return saving.save(self._run_dir.checkpoints, state, self.layout, self.config.checkpoint.keep_last, write, self._events)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Before the first step only: every rank reads its shard; the coordinator continues from the checkpoint's step."""
+        saved = saving.read(path, self.layout)
+        self.call("pass_through", "load_shard", path, saved.step, saved.reference)
+        self._reference = saved.reference
+        self.server.restart_at(saved.step)
+        return saved.recipe_state
+
+    def verify(self) -> str:
+        while True:
+            view = self.server.coordinator.view
+            hashes = self.call("pass_through", "state_hash")
+            if view.contributors == self.server.coordinator.view.contributors:
+                ranks = ranks_of(self.layout, view.contributors)
+                return compare_hashes(ranks, hashes, self.committed_step, self._events)
+
+    def status(self) -> dict[str, Any]:
+        coordinator = self.server.coordinator
+        view = coordinator.view
+        return {
+            "state": str(coordinator.state),
+            "epoch": str(view.epoch),
+            "committed_step": coordinator.committed,
+            "replicas": list(view.contributors),
+            "healing": sorted(view.healing),
+            "spares": len(self._repair.spares) if self._repair else 0,
+            "ranks": {
+                worker: {"replica": self._place_of(worker)[0], "rank": self._place_of(worker)[1], "step": said.step,
+                         "phase": said.phase, "pid": said.pid, "host": said.host}
+                for worker, said in self.server.progress.items() if worker not in self.server.dead
+            },
+        }
+
+    # -- deaths ----------------------------------------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        """Raise if the run cannot go on."""
+        server = self.server
+        if server.failure:
+            raise server.failure
+        coordinator = server.coordinator
+        causes = "; ".join(f"{w}: {cause}" for w, cause in sorted(server.dead.items()))
+        if coordinator.state is State.LOST:
+            raise NotEnoughReplicas(
+                f"no living replica holds step {coordinator.committed} ({causes}); resume from the last checkpoint with resume=auto"
+            )
+        if self._repair and self._repair.failure:
+            raise self._repair.failure
+        if coordinator.state is State.HELD and not self._repair_hopeful():
+            raise NotEnoughReplicas(
+                f"{len(coordinator.view.members)} replicas live, recovery.min_replicas={self.config.recovery.min_replicas} and no "
+                f"spare is left ({causes}); resume with resume=auto when there are devices"
+            )
+
+    def _repair_hopeful(self) -> bool:
+        coordinator = self.server.coordinator
+        return bool(self._repair and self._repair.hopeful) or bool(coordinator.joining or coordinator.waiting)
+
+    def _is_death(self, worker: str, error: RayError) -> bool:
+        """Whether this error tells of a death (the worker's own, or one in its replica) rather than of a failed call."""
+        if isinstance(error, RayActorError):
+            self.server.expel(worker, f"its process ended ({_first_line(error)})")
+            return True
+        cause = error.cause if isinstance(error, RayTaskError) else None
+        if isinstance(cause, ReplicaBroken):
+            gone = self.server.wait(lambda c: worker not in c.view.workers, _DEATH_CONFIRM_S)
+            return gone
+        return isinstance(cause, Fenced) and worker not in self.server.coordinator.view.workers
+
+    def _worker_died(self, worker: str, cause: str) -> None:
+        if self._repair and not self._closed:
+            self._repair.worker_died(worker)
+
+    def _phase_entered(self, worker: str, step: int, phase: str) -> None:
+        if self._injector:
+            self._injector.on_phase(worker, step, phase)
+
+    def _place_of(self, worker: str) -> tuple[int, int]:
+        return self._repair.place(worker) if self._repair else (-1, -1)
+
+    @property
+    def unfired_faults(self) -> list[Any]:
+        return self._injector.unfired if self._injector else []
+
+    # -- what repair needs (everstep.cluster.repair.Processes) ---------------------------------------------------------------------
+
+    def confirm_dead(self, worker: str) -> None:
+        ray.kill(self._actors[worker], no_restart=True)
+        if worker in self._infos:
+            self._send_signal(worker, signal.SIGKILL)
+            self._wait_gone(worker, _DEATH_CONFIRM_S)
+        replica, rank = self._place_of(worker)
+        self._events.emit("expel", replica=replica, rank=rank, worker=worker, cause=self.server.dead.get(worker, "repair"))
+
+    def form(self, formations: list[tuple[str, Formation]]) -> dict[str, str]:
+        refs = {self._actors[worker].run.remote("form", formation): worker for worker, formation in formations}
+        failed: dict[str, str] = {}
+        end = time.monotonic() + self.config.recovery.reform_timeout_s
+        while refs:
+            done, _ = ray.wait(list(refs), num_returns=1, timeout=_POLL_S)
+            for ref in done:
+                worker = refs.pop(ref)
+                try:
+                    ray.get(ref)
+                except RayActorError as error:
+                    failed[worker] = _first_line(error)
+                except RayTaskError as error:
+                    typed = _typed(error, worker, "form")
+                    if isinstance(typed, BadInput):
+                        raise typed from error
+                    failed[worker] = str(typed)
+            if refs and (failed or time.monotonic() > end):
+                reason = f"not formed in {self.config.recovery.reform_timeout_s:g} s (recovery.reform_timeout_s)"
+                if time.monotonic() > end:
+                    return failed | {worker: reason for worker in refs.values()}
+                end = min(end, time.monotonic() + 10.0)  # with one rank gone the others cannot finish; let them report
+        return failed
+
+    def expel(self, worker: str, cause: str) -> None:
+        self.server.expel(worker, cause)
+
+    def announce(self, member: Member) -> None:
+        self.server.joiner(member)
+
+    def note(self, event: str, **fields: object) -> None:
+        self._events.emit(event, **fields)
+
+    def _send_signal(self, worker: str, number: int) -> None:
+        info = self._infos[worker]
+        if info.host == socket.gethostname():
+            _signal_pid(info.pid, number)
+        else:
+            ray.get(_on_node(info.node_id).remote(info.pid, number), timeout=_DEATH_CONFIRM_S)
+
+    def _wait_gone(self, worker: str, timeout_s: float) -> None:
+        info = self._infos[worker]
+        if info.host != socket.gethostname():
+            return  # the SIGKILL above was delivered by a task on its node
+        end = time.monotonic() + timeout_s
+        while _pid_runs(info.pid):
+            if time.monotonic() > end:
+                raise DeadlineExceeded(f"worker {worker} (process {info.pid} on {info.host}) did not die within {timeout_s:g} s")
+            time.sleep(0.002)
+
+
+class _Putter:
+    """Puts each batch into the object store once, however many ranks get it."""
+
+    def __init__(self) -> None:
+        self.nbytes, self.seconds = 0, 0.0
+        self._refs: dict[int, tuple[Any, Any]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, TrainingBatch):
+            return value
+        if id(value) not in self._refs:
+            start = time.monotonic()
+            self._refs[id(value)] = (value, ray.put(value))
+            self.seconds += time.monotonic() - start
+            self.nbytes += value.nbytes
+        return self._refs[id(value)][1]
+
+
+def _start_ray(config: Config, processes: int) -> bool:
+    """Connect to the configured cluster, or start one for this run (True). Raises BadInput."""
+    if ray.is_initialized():
+        return False
+    quiet = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": True}
+    if config.ray.address:
+        try:
+            ray.init(address=config.ray.address, **quiet)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise BadInput(f"ray.address={config.ray.address}: no Ray cluster answers there ({error}); start one with `ray start`") from error
+        return False
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"] = "disabled"  # a cluster of this run alone, on the loopback interface
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray.init(num_cpus=max(processes + 1, os.cpu_count() or 1), include_dashboard=False, object_store_memory=512 << 20,
+             _node_ip_address="127.0.0.1", **quiet)
+    return True
+
+
+def _uses_gpus(config: Config) -> bool:
+    if config.device == "cpu":
+        return False
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if config.device == "cuda" and not gpus:
+        raise BadInput("device=cuda, but the Ray cluster has no GPU; use device=cpu or auto")
+    return gpus > 0
+
+
+def _devices_per_node(on_gpu: bool) -> dict[str, int]:
+    kind = "GPU" if on_gpu else "CPU"
+    return {n["NodeID"]: int(n["Resources"].get(kind, 0)) for n in ray.nodes() if n["Alive"]}
+
+
+def _node_ip(node_id: str) -> str:
+    return next(str(n["NodeManagerAddress"]) for n in ray.nodes() if n["NodeID"] == node_id)
+
+
+def _on_node(node_id: str) -> Any:
+    return ray.remote(num_cpus=0)(_signal_pid).options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+
+
+def _signal_pid(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass  # it is gone already, which is what a kill wants
+
+
+def _pid_runs(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _typed(error: RayError, worker: str, what: str) -> EverstepError:
+    """A Ray error as one of ours. What the worker raised typed stays as it is."""
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    if isinstance(cause, EverstepError):
+        return cause
+    if cause is not None:
+        return WorkerFailed(f"worker {worker} failed in {what}: {type(cause).__name__}: {_first_line(cause)}")
+    return WorkerFailed(f"worker {worker} failed in {what}: {_first_line(error)}")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,373 @@
+"""The one worker of both launchers: a process with a device that is a spare, or a rank of a replica.
+
+A worker owns its engine, its links and its end of the coordinator's channel. The launcher tells it which place to take
+(:meth:`Worker.form`) and calls its public methods; everything about membership it learns from the coordinator's log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from everstep.checkpoint import sharded
+from everstep.cluster.batch import TrainingBatch
+from everstep.config.schema import Config
+from everstep.engine import cpu, source
+from everstep.engine.loss import LossFn, LossSpec
+from everstep.engine.step import Engine
+from everstep.errors import EverstepError, ReplicaBroken, WorkerFailed
+from everstep.layout import Layout, Position
+from everstep.recovery.control import Control
+from everstep.recovery.link import Link, Links
+from everstep.recovery.replica import ReplicaWorld
+from everstep.recovery.transaction import Contribution, StepReport, Total, Transaction
+from everstep.recovery.view import Kind, Record
+from everstep.rl.rollout.transformers import Sampling, TransformersRollout
+from everstep.telemetry.events import EventLog
+
+BROKEN_NOTICE_S = 5.0  # how long a failed collective waits for the coordinator to say that a rank is gone
+
+
+@dataclass(frozen=True)
+class Formation:
+    """A place in a replica's life number ``build``. ``start``: where the state comes from.
+
+    ``weights``: model.path or the seed (everybody, at the start of a run); ``peer``: a contributor, when the replica joins (a
+    rank that lived on keeps its memory and heals only what it missed).
+    """
+
+    replica: int
+    rank: int
+    build: int
+    workers: tuple[str, ...]
+    start: str
+    reference: bool  # whether the run keeps a reference model by now
+
+    @property
+    def world_name(self) -> str:
+        return f"replica/{self.replica}/{self.build}"
+
+
+class Slots(Protocol):
+    """The micro-batches of a step, fetched one by one by whoever needs them."""
+
+    def __len__(self) -> int: ...
+    def fetch(self, slot: int, dp: int) -> TrainingBatch: ...
+
+
+class EngineState:
+    """The engine's state with its version, as heal and the transaction see it (everstep.recovery.heal.State)."""
+
+    def __init__(self, engine: Engine, version: int | None):
+        self.engine, self.version = engine, version
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.engine.state()
+
+    def scalars(self) -> dict[str, Any]:
+        return self.engine.state_scalars()
+
+    def load_scalars(self, scalars: dict[str, Any]) -> None:
+        self.engine.load_scalars(scalars)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The state of a rank that lives on after its replica broke; the engine it came from is closed."""
+
+    tensors: dict[str, torch.Tensor]
+    scalars: dict[str, Any]
+    version: int
+
+
+class StepWork:
+    """One optimizer step as the transaction sees it (everstep.recovery.transaction.Work)."""
+
+    def __init__(self, worker: Worker, step: int, slots: Slots, loss: LossFn, lr: float, temperature: float):
+        self.step, self.slots = step, len(slots)
+        self._worker, self._source, self._loss, self._lr, self._temperature = worker, slots, loss, lr, temperature
+
+    def compute(self, slots: tuple[int, ...]) -> Contribution:
+        engine, dp = self._worker.engine, self._worker.position.dp
+        batches = [self._source.fetch(slot, dp).to(self._worker.device) for slot in slots]
+        seeds = [_seed(self._worker.config.seed, self.step, slot, dp) for slot in slots]
+        sums = engine.accumulate(batches, self._loss, seeds, self._temperature)
+        return Contribution(engine.gradients(), sums.cpu())
+
+    def norm(self, gradients: list[torch.Tensor], divisor: float) -> float:
+        return self._worker.engine.squared_norm(gradients) ** 0.5 / divisor
+
+    def apply(self, total: Total) -> None:
+        limit = self._worker.config.optimizer.clip_grad_norm
+        clip = min(1.0, limit / (total.grad_norm + 1e-6)) if limit > 0 else 1.0
+        self._worker.engine.apply(total.gradients, clip / total.divisor, self._lr)
+
+
+class Worker:
+    """Public methods are what ``group.call`` can call; each raises ReplicaBroken if another rank of the replica is gone."""
+
+    def __init__(
+        self, config: Config, worker_id: str, device: torch.device, control: Control,
+        store_address: tuple[str, int], events: EventLog,
+    ):
+        self.config, self.worker_id, self.device, self.control, self.events = config, worker_id, device, control, events
+        self._store_address = store_address
+        self._store: dist.Store | None = None
+        self._source = source.resolve(config.model)
+        self._tokenizer: Any = None
+        self._rollout: TransformersRollout | None = None
+        self._rollout_version: int | None = None  # known to every rank: all decide alike whether to gather weights
+        self._formation: Formation | None = None
+        self._links: Links | None = None
+        self._transaction: Transaction | None = None
+        self._state: EngineState | None = None
+        self._kept: Kept | None = None
+        self._entered = threading.Event()  # a view has included this worker in its present formation
+        self.layout = Layout(config.layout.replicas, config.layout.spares, tp=config.layout.tp, pp=config.layout.pp,
+                             dp=config.layout.dp)
+        control.on_record = self._on_record
+        events.emit("process_start", device=str(device))
+
+    # -- place in the group ------------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        if self._state is None:
+            raise WorkerFailed(f"worker {self.worker_id} has no place in a replica yet")
+        return self._state.engine
+
+    @property
+    def state(self) -> EngineState:
+        if self._state is None:
+            raise WorkerFailed(f"worker {self.worker_id} has no place in a replica yet")
+        return self._state
+
+    @property
+    def formation(self) -> Formation:
+        if self._formation is None:
+            raise WorkerFailed(f"worker {self.worker_id} has no place in a replica yet")
+        return self._formation
+
+    @property
+    def position(self) -> Position:
+        return self.layout.position(self.formation.rank)
+
+    def form(self, formation: Formation) -> None:
+        """Take a place: join the replica's world, build the engine. A rank that lived on brings its state along."""
+        self.leave()
+        kept, self._kept = self._kept, None
+        self._formation = formation
+        self._entered.clear()
+        self._rollout_version = None
+        size = len(formation.workers)
+        os.environ.update(
+            RANK=str(formation.rank), WORLD_SIZE=str(size), EVERSTEP_REPLICA=str(formation.replica),
+            EVERSTEP_EPOCH=str(self.control.epoch),
+        )
+        timeout = timedelta(seconds=self.config.recovery.step_timeout_s)
+        if not dist.is_initialized():  # torchrun's world is made by the launcher
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+                store=dist.PrefixStore(formation.world_name, self.store), rank=formation.rank, world_size=size, timeout=timeout,
+            )
+        engine = Engine(self.config, self._source.hf_config, self.position, self.layout, self.device)
+        version: int | None = None
+        if formation.start == "weights":
+            if self.config.model.init == "random":
+                engine.init_random(self.config.seed)
+            else:
+                engine.load_pretrained(self._source)
+            version = 0
+        if formation.reference:
+            engine.keep_reference()
+        self._state = EngineState(engine, version)
+        if kept and kept.tensors.keys() == engine.state().keys():
+            engine.load_scalars(kept.scalars)
+            for name, tensor in engine.state().items():
+                tensor.copy_(kept.tensors[name])
+            self._state.version = kept.version
+        store, replica, rank = self.store, formation.replica, formation.rank
+        build: Callable[[str, Any], Link] = lambda name, replicas: Link(
+            name, replicas, replica, rank, store, self.device, self.config.recovery.link_timeout_s
+        )
+        self._links = Links(build, self.config.recovery.link_timeout_s)
+        world = ReplicaWorld(str(replica), size, self.config.recovery.step_timeout_s, self._is_broken)
+        self._transaction = Transaction(
+            self.config.recovery, replica, rank, self.worker_id, self.control, self._links, world, store, self._state, self.events
+        )
+        self.events.emit("form", epoch=self.control.epoch.key, replica=replica, rank=rank, build=formation.build, world_size=size)
+        how = formation.start if formation.start == "peer" else self.config.model.init
+        self.events.emit("model_ready", replica=replica, rank=rank, source="heal" if how == "peer" else how)
+
+    def leave(self) -> None:
+        """Drop all groups, now: closed sockets are how ranks that still wait for this one learn that it left. A clean state
+        is kept for the next formation."""
+        state, links, formation = self._state, self._links, self._formation
+        self._state = self._transaction = self._links = None
+        if links:
+            links.drop_all()
+        if state is None or formation is None:
+            return
+        if state.version is not None:
+            self._kept = Kept(dict(state.tensors()), state.scalars(), state.version)
+        state.engine.close()
+        self.events.emit("release", replica=formation.replica, rank=formation.rank)
+
+    @property
+    def store(self) -> dist.Store:
+        if self._store is None:
+            host, port = self._store_address
+            self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.config.recovery.link_timeout_s))
+        return self._store
+
+    # -- the coordinator's log (on the control thread) -----------------------------------------------------------------------
+
+    def _on_record(self, record: Record) -> None:
+        formation = self._formation
+        if formation is None:
+            return
+        member = record.view.member_of(self.worker_id)
+        if record.kind is Kind.BUILD:
+            links = self._links
+            if member and links:
+                name, number = record.view.link_id, record.number
+                links.build_in_background(
+                    name, record.view.replicas, lambda: self.control.build_after(number), lambda: self.control.link_ready(name)
+                )
+        elif member:
+            self._entered.set()
+        elif self._entered.is_set() and self.device.type == "cuda":
+            _abort_world()  # a NCCL collective whose peer died spins for ever; gloo's raises
+
+    def _is_broken(self) -> bool:
+        return self._entered.is_set() and not self.control.includes(self.worker_id)
+
+    # -- calls ---------------------------------------------------------------------------------------------------------------
+
+    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a public method; tells a broken replica (another rank is gone) from a failure of the method itself."""
+        cpu.enter_thread()
+        function = getattr(self, method, None)
+        if method.startswith("_") or not callable(function):
+            raise WorkerFailed(f"worker has no public method {method!r}")
+        try:
+            return function(*args, **kwargs)
+        except ReplicaBroken:
+            self.leave()
+            raise
+        except EverstepError:
+            raise
+        except (RuntimeError, ValueError) as error:  # what torch.distributed raises when a peer closed its connection
+            if self._formation and len(self._formation.workers) > 1 and self._wait_broken():
+                self.leave()
+                raise ReplicaBroken(f"replica {self._formation.replica}: {error} (in {method})") from error
+            raise
+
+    def _wait_broken(self) -> bool:
+        end = time.monotonic() + BROKEN_NOTICE_S
+        while time.monotonic() < end:
+            if self._is_broken():
+                return True
+            time.sleep(0.01)
+        return False
+
+    def train_step(self, step: int, slots: Slots, loss: LossSpec, lr: float, temperature: float) -> StepReport:
+        assert self._transaction is not None
+        return self._transaction.run(StepWork(self, step, slots, loss.build(), lr, temperature))
+
+    def generate(self, batch: TrainingBatch, sampling: Sampling) -> TrainingBatch:
+        """Completions for prompts; the collecting rank generates, its model-parallel peers help to gather the weights."""
+        self._refresh_rollout()
+        if self._rollout is None:
+            return batch.slice(0, 0)
+        return self._rollout.generate(batch, sampling)
+
+    def logprobs(self, batch: TrainingBatch, temperature: float = 1.0, model: str = "policy") -> TrainingBatch:
+        """Adds the tensor ``logprobs`` (``ref_logprobs`` for model="reference"), shape (B, T), float32."""
+        name = "logprobs" if model == "policy" else "ref_logprobs"
+        size = self.config.train.micro_batch_size
+        micro = [batch.slice(i, min(i + size, len(batch))).to(self.device) for i in range(0, len(batch), size)]
+        results = self.engine.logprobs(micro, temperature, model)
+        if not results:  # not a collecting rank, or an empty batch
+            return batch.slice(0, 0).with_tensors(**{name: torch.zeros(0, batch.width)})
+        return batch.with_tensors(**{name: torch.cat([r.cpu() for r in results])})
+
+    def keep_reference(self) -> None:
+        """The current weights become the reference model."""
+        self.engine.keep_reference()
+
+    def state_hash(self) -> tuple[int | None, str]:
+        """(version, hash of every tensor and scalar of this rank's state)."""
+        return self.state.version, self.engine.state_hash()
+
+    def save_shard(self, folder: Path) -> sharded.Shard:
+        """Write this rank's state, and the weights under HF names (first rank of the replica), into a checkpoint folder."""
+        rank = self.formation.rank
+        shard = sharded.save_rank(self.state.tensors(), self.state.scalars(), folder, rank, self.layout)
+        sharded.save_hf(self.engine.export_hf(), self._source.hf_config, self.tokenizer, folder / "hf", write=rank == 0)
+        return shard
+
+    def load_shard(self, folder: Path, version: int, reference: bool) -> None:
+        """Restore this rank from a checkpoint folder of the same layout inside a replica."""
+        if reference:
+            self.engine.keep_reference()
+        self.state.version = None
+        self.state.load_scalars(sharded.load_rank(self.state.tensors(), folder, self.formation.rank, self.layout))
+        self.state.version = version
+        self.events.emit("load", step=version, path=str(folder))
+
+    def memory_bytes(self) -> int:
+        """Device memory in use (CUDA), or resident memory of the process (CPU)."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device)
+        import psutil
+
+        return int(psutil.Process().memory_info().rss)
+
+    @property
+    def tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            self._tokenizer = source.load_tokenizer(self.config.model)
+        return self._tokenizer
+
+    def _refresh_rollout(self) -> None:
+        """Give the rollout model the weights of this version; a no-op if it has them."""
+        version = self.state.version
+        if version is None:
+            raise WorkerFailed(f"worker {self.worker_id} was asked to generate while its state is dirty")
+        if self.formation.rank not in self.layout.collect_ranks():
+            self._rollout = None
+        elif self._rollout is None:
+            dtype = getattr(torch, self.config.model.dtype)
+            self._rollout = TransformersRollout(self._source.hf_config, self.tokenizer, self.device, dtype)
+        if self._rollout_version == version:
+            return
+        weights = self.engine.export_hf()
+        if self._rollout:
+            self._rollout.load_weights(weights, version)
+        else:
+            for _ in weights:
+                pass  # a collective: every rank of the replica takes part
+        self._rollout_version = version
+
+
+def _abort_world() -> None:
+    """Abort every NCCL group of this process, each in its own thread: one after the other would hang."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        threading.Thread(target=group.abort, name="abort", daemon=True).start()
+
+
+def _seed(seed: int, step: int, slot: int, dp: int) -> int:
+    """RNG seed of a micro-batch: whoever computes it, in whatever attempt, draws the same numbers (rule 15)."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{slot}/{dp}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

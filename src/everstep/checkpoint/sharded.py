@@ -178,43 +178,47 @@ def save_hf(
         for _ in tensors:
             pass
         return
-    with storage_errors("writing", folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        shards: list[dict[str, int]] = []  # tensor name -> bytes
-        pending: dict[str, Tensor] = {}
-        pending_bytes = 0
-        dtypes: set[torch.dtype] = set()
+    shards: list[dict[str, int]] = []  # tensor name -> bytes
+    pending: dict[str, Tensor] = {}
+    pending_bytes = 0
+    dtypes: set[torch.dtype] = set()
+    seen: set[str] = set()
 
-        def flush() -> None:
-            nonlocal pending, pending_bytes
-            path = folder / f"shard-{len(shards)}.tmp"
+    def flush() -> None:
+        nonlocal pending, pending_bytes
+        path = folder / f"shard-{len(shards)}.tmp"
+        with storage_errors("writing", path):
+            folder.mkdir(parents=True, exist_ok=True)
             save_file(pending, path, metadata={"format": "pt"})
             fsync(path)
-            shards.append({name: t.numel() * t.element_size() for name, t in pending.items()})
-            pending, pending_bytes = {}, 0
+        shards.append({name: _nbytes(t) for name, t in pending.items()})
+        pending, pending_bytes = {}, 0
 
-        seen: set[str] = set()
-        for name, tensor in tensors:
-            if name in seen:
-                raise CheckpointError(f"exporting to {folder}: {name} came twice")
-            seen.add(name)
-            size = tensor.numel() * tensor.element_size()
-            if pending and pending_bytes + size > max_shard_bytes:
-                flush()
-            pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-            pending_bytes += size
-            dtypes.add(tensor.dtype)
-        if not seen:
-            raise CheckpointError(f"exporting to {folder}: the model gave no tensors")
-        flush()
+    for name, tensor in tensors:  # outside storage_errors: what a collective raises is no fault of the disk
+        if name in seen:
+            raise CheckpointError(f"exporting to {folder}: {name} came twice")
+        seen.add(name)
+        if pending and pending_bytes + _nbytes(tensor) > max_shard_bytes:
+            flush()
+        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        pending_bytes += _nbytes(tensor)
+        dtypes.add(tensor.dtype)
+    if not seen:
+        raise CheckpointError(f"exporting to {folder}: the model gave no tensors")
+    flush()
 
+    config = copy.deepcopy(hf_config)
+    if len(dtypes) == 1:
+        config.dtype = dtypes.pop()  # else a reader would cast to what the original model was stored in
+    with storage_errors("writing", folder):
         _name_shards(folder, shards)
-        config = copy.deepcopy(hf_config)
-        if len(dtypes) == 1:
-            config.dtype = dtypes.pop()  # else a reader would cast to what the original model was stored in
         config.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _name_shards(folder: Path, shards: list[dict[str, int]]) -> None:

@@ -5,8 +5,8 @@
     modelscope:ORG/NAME[@REVISION]  the ModelScope hub
     package:NAME            a Python package that ships one .gguf file
 
-A hub model is fetched once per node: the first process to come takes a file lock, the others wait for it and find the
-files. Everything that goes wrong here is the user's to mend, so every error is a :class:`BadInput` of one sentence.
+A hub model is fetched once per node: the first process to come takes a file lock, the others wait for it and
+find the files. What goes wrong here is the user's to mend, so every error is a :class:`BadInput` of one sentence.
 :func:`describe` reads sizes without importing torch, so that ``everstep plan`` answers at once.
 """
 
@@ -15,8 +15,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import struct
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,9 +32,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 HUBS = ("hf", "modelscope")
-#: Files of a hub model that are of use: no .bin, .onnx or .pth copies of the same weights.
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.gguf"]
-WEIGHT_FILES = ["*.safetensors", "*.gguf"]
+#: What is fetched from a hub, by purpose: no .bin, .onnx, .pth or .gguf copies of the same weights.
+CONFIG_FILES = ["config.json"]
+TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+MODEL_FILES = [*TOKENIZER_FILES, "*.safetensors"]
 
 #: GGUF names of the architectures that the engine builds.
 _GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -91,18 +94,19 @@ class ModelShape:
 def resolve(model: ModelConfig) -> ModelSource:
     """Find, and fetch if need be, the model of ``model.path``. Called on every node that needs it.
 
-    Blocks while another process of this node fetches the same model. ``BadInput`` if there is no such model, it is
-    incomplete, or its hub cannot be reached.
+    Blocks while another process of this node fetches the same model. ``BadInput`` if there is no such model, it
+    is incomplete, or its hub cannot be reached.
     """
-    source = _find(model.path, "model.path", HUB_FILES)
-    if model.init == "pretrained":
-        _require_weights(source)
-    return source
+    if model.init == "random":
+        return _find(model.path, "model.path", CONFIG_FILES)
+    source = _find(model.path, "model.path", MODEL_FILES)
+    _require_weights(source)
+    return _converted(source) if source.gguf else source
 
 
 def describe(model: ModelConfig) -> ModelShape:
     """The model's sizes. Fetches no more than config.json, reads no weights, imports no torch. ``BadInput``."""
-    source = _find(model.path, "model.path", ["config.json", "*.gguf"])
+    source = _find(model.path, "model.path", CONFIG_FILES)
     if source.gguf:
         return _gguf_shape(source.dir / source.gguf)
     return _json_shape(source.dir / "config.json")
@@ -174,29 +178,43 @@ def _from_hub(hub: str, name: str, key: str, files: list[str]) -> Path:
     if name.count("/") != 1 or not all(name.split("/")):
         raise BadInput(f"{key}={hub}:{name} does not name a model; write {hub}:ORG/NAME, or {hub}:ORG/NAME@REVISION")
     download = _download_hf if hub == "hf" else _download_modelscope
-    from filelock import FileLock
-
-    lock = _lock_folder() / f"{hub}--{name.replace('/', '--')}.lock"
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(lock):
+    with _lock(f"{hub}--{name.replace('/', '--')}"):
         return download(name, revision or None, key, files)
 
 
-def _lock_folder() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "everstep" / "locks"
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "everstep"
+
+
+def _lock(name: str) -> AbstractContextManager[Any]:
+    """A lock between the processes of this node; freed by the operating system if its holder dies."""
+    from filelock import FileLock
+
+    folder = _cache() / "locks"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise BadInput(f"{folder} cannot be made ({_line(e)}); set XDG_CACHE_HOME to a place that can") from e
+    return FileLock(folder / f"{name}.lock")
 
 
 def _complete(folder: Path, files: list[str]) -> bool:
-    """Whether a cached snapshot has what is asked for; a download that was cut off leaves a partial one."""
+    """Whether a snapshot has what ``files`` is for; one that was fetched for less, or cut off, has not."""
     if not (folder / "config.json").is_file():
-        return any(folder.glob("*.gguf"))
-    index = folder / "model.safetensors.index.json"
-    if "*.safetensors" not in files:
+        return False
+    if files == CONFIG_FILES:
         return True
+    if files == TOKENIZER_FILES:
+        return _has_tokenizer(folder)
+    index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return all((folder / shard).is_file() for shard in set(json.loads(index.read_text())["weight_map"].values()))
+        shards = set(json.loads(index.read_text())["weight_map"].values())
+        return all((folder / shard).is_file() for shard in shards)
     return any(folder.glob("*.safetensors"))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
 
 
 def _download_hf(name: str, revision: str | None, key: str, files: list[str]) -> Path:
@@ -231,12 +249,7 @@ def _download_hf(name: str, revision: str | None, key: str, files: list[str]) ->
             f"{spec} is not on this node and could not be fetched ({_line(e)}); "
             f"connect to the network, or download it elsewhere and give its folder as {key}"
         ) from e
-    if not _complete(folder, files):
-        raise BadInput(
-            f"{spec} was fetched only in part ({folder}); it has no complete safetensors or GGUF weights, "
-            "or the network was lost: try again"
-        )
-    return folder
+    return folder  # what the hub does not have is missed, by name, where it is needed
 
 
 def _download_modelscope(name: str, revision: str | None, key: str, files: list[str]) -> Path:
@@ -352,18 +365,81 @@ def _gguf_header(file: BinaryIO) -> tuple[dict[str, Any], dict[str, tuple[int, .
     return values, tensors
 
 
+# ---------------------------------------- GGUF
+
+
+def _converted(source: ModelSource) -> ModelSource:
+    """``source`` as a folder of config.json, float32 safetensors and tokenizer, made once per node.
+
+    Dequantising takes tens of seconds and several copies of the model in memory; every rank and every spare would
+    pay it, each time it starts.
+    """
+    folder = _conversion(source)
+    with _lock(folder.name):
+        if not folder.is_dir():
+            partial_folder = folder.with_name(folder.name + ".partial")
+            shutil.rmtree(partial_folder, ignore_errors=True)  # of a process that was killed here
+            try:
+                partial_folder.mkdir(parents=True)
+                _convert(source, partial_folder)
+                partial_folder.rename(folder)
+            except OSError as e:
+                raise BadInput(
+                    f"model.path={source.spec} cannot be unpacked to {folder}: {_line(e)}; "
+                    "make room there, or set XDG_CACHE_HOME to another place"
+                ) from e
+    return ModelSource(source.spec, folder)
+
+
+def _conversion(source: ModelSource) -> Path:
+    """Where the converted copy belongs; another file, or another transformers, has another place."""
+    import hashlib
+    from importlib.metadata import version
+
+    path = source.dir / str(source.gguf)
+    facts = path.stat()
+    key = f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns} {version('transformers')}"
+    return _cache() / "gguf" / f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+
+
+def _convert(source: ModelSource, folder: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source.dir, gguf_file=source.gguf, dtype=torch.float32, local_files_only=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source.dir, gguf_file=source.gguf, local_files_only=True)
+    except ImportError as e:
+        raise BadInput(f"model.path={source.spec} is a GGUF file and needs more packages: {_line(e)}") from e
+    except (OSError, ValueError, KeyError) as e:
+        raise BadInput(f"transformers cannot read {source.dir / str(source.gguf)}: {_line(e)}") from e
+    # transformers refuses to save a model that it takes for quantised, though its tensors are plain by now.
+    config = model.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 # ---------------------------------------- weights and tokenizer
 
 
 def weights(source: ModelSource) -> Mapping[str, Callable[[], Tensor]]:
-    """Hugging Face name -> function that reads the tensor (CPU; the stored type, float32 from GGUF).
+    """Hugging Face name -> function that reads the tensor (on CPU; the stored type, float32 from GGUF).
 
-    Safetensors are read one tensor at a time, from any process. A GGUF file is dequantised as a whole on the first
-    call. A tied model has no ``lm_head.weight`` here. ``BadInput`` names a file that cannot be read.
+    Tensors are read one at a time, when asked for. A tied model has no ``lm_head.weight`` here. ``BadInput``
+    names a file that cannot be read.
     """
-    if source.gguf:
-        return _gguf_weights(source)
     _require_weights(source)
+    if source.gguf:
+        source = _converted(source)
     from safetensors import SafetensorError, safe_open
 
     getters: dict[str, Callable[[], Tensor]] = {}
@@ -401,28 +477,6 @@ def _safetensors_files(source: ModelSource) -> list[Path]:
     return files
 
 
-def _gguf_weights(source: ModelSource) -> Mapping[str, Callable[[], Tensor]]:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source.dir, gguf_file=source.gguf, dtype=torch.float32, local_files_only=True
-        )
-    except ImportError as e:
-        raise BadInput(f"model.path={source.spec} is a GGUF file and needs more packages: {_line(e)}") from e
-    except (OSError, ValueError, KeyError) as e:
-        raise BadInput(f"transformers cannot read {source.dir / str(source.gguf)}: {_line(e)}") from e
-    state = model.state_dict()
-    if model.config.tie_word_embeddings:
-        state.pop("lm_head.weight", None)
-    return {name: partial(_identity, tensor) for name, tensor in state.items()}
-
-
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of ``model.tokenizer``, or else of ``model.path``; with a pad token in any case.
 
@@ -457,9 +511,10 @@ def _tokenizer_folder(spec: str, key: str) -> tuple[Path, str | None]:
     folder = Path(spec).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
         return folder, None  # a tokenizer without a model
-    source = _find(spec, key, [pattern for pattern in HUB_FILES if pattern not in WEIGHT_FILES])
-    has_tokenizer = any(source.dir.glob("tokenizer*")) or any(source.dir.glob("vocab*"))
-    if not source.gguf and not has_tokenizer:
+    source = _find(spec, key, TOKENIZER_FILES)
+    if source.gguf and _conversion(source).is_dir():
+        return _conversion(source), None
+    if not source.gguf and not _has_tokenizer(source.dir):
         raise BadInput(f"{key}={spec} holds no tokenizer ({source.dir}); set model.tokenizer")
     return source.dir, source.gguf
 

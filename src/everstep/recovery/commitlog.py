@@ -30,7 +30,7 @@ class Past:
 
 def _line(body: dict[str, Any]) -> bytes:
     text = json.dumps(body, separators=(",", ":"), sort_keys=True)
-    return f"{xxhash.xxh3_64_hexdigest(text)} {text}\n".encode()
+    return f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}\n".encode()
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -40,7 +40,7 @@ def read(path: Path) -> tuple[list[dict[str, Any]], int]:
     offset = 0
     for number, line in enumerate(data.splitlines(keepends=True), 1):
         digest, _, text = line.decode(errors="replace").rstrip("\n").partition(" ")
-        if not line.endswith(b"\n") or xxhash.xxh3_64_hexdigest(text) != digest:
+        if not line.endswith(b"\n") or xxhash.xxh3_64_hexdigest(text.encode()) != digest:
             if offset + len(line) == len(data):
                 break  # torn tail: the write never finished, nobody was told
             raise InvariantViolated(f"{path}, line {number}: damaged commit record; restore the file from a copy")

@@ -36,12 +36,13 @@ def test_every_rank_once_and_capacity_kept_or_a_clear_refusal(
         return
     placement = place(size, replicas, spares, nodes)
     assert sorted(placement.ranks) == [(r, k) for r in range(replicas) for k in range(size)]
-    assert len(placement.spares) == spares
+    assert len(placement.spare_nodes) == spares
     assert all(placement.used()[node] <= devices for node, devices in nodes.items())
     assert sum(placement.used().values()) == needed
     assert place(size, replicas, spares, nodes) == placement, "deterministic"
-    for replica in range(replicas):  # a node's ranks are consecutive
-        where = [placement.ranks[replica, k] for k in range(size)]
+    assert [len(where) for where in placement.replica_nodes] == [size] * replicas
+    for replica, where in enumerate(placement.replica_nodes):  # a node's ranks are consecutive
+        assert where == [placement.ranks[replica, k] for k in range(size)]
         assert len(list(itertools.groupby(where))) == len(set(where))
 
 
@@ -97,7 +98,7 @@ def test_spares_prefer_nodes_without_replicas_and_spread(nodes: dict[str, int], 
     placement = place(size, replicas, spares, nodes)
     empty = {node for node, devices in nodes.items() if devices and not placement.replicas_on(node)}
     room = sum(nodes[node] for node in empty)
-    on_empty = [node for node in placement.spares if node in empty]
+    on_empty = [node for node in placement.spare_nodes if node in empty]
     assert len(on_empty) == min(spares, room)
     counts = Counter(on_empty)
     for fuller, emptier in itertools.permutations(empty, 2):  # even, unless the emptier one is full
@@ -134,4 +135,4 @@ def test_the_table_of_failure_domains_says_what_a_node_takes_along() -> None:
 
 def test_two_replicas_on_one_big_node_rather_than_split_over_small_ones() -> None:
     placement = place(8, 2, 1, {"big": 16, "s1": 4, "s2": 4, "s3": 1})
-    assert spans(placement, 2) == [1, 1] and placement.spares == ["s1"]
+    assert spans(placement, 2) == [1, 1] and placement.spare_nodes == ["s1"]

@@ -29,8 +29,14 @@ class Placement:
     """
 
     ranks: dict[tuple[int, int], str]
-    spares: list[str]
+    spare_nodes: list[str]
     nodes: dict[str, int]
+
+    @property
+    def replica_nodes(self) -> list[list[str]]:
+        """For each replica, the node of each of its ranks."""
+        replicas = 1 + max((replica for replica, _ in self.ranks), default=-1)
+        return [[node for (r, _), node in sorted(self.ranks.items()) if r == replica] for replica in range(replicas)]
 
     def nodes_of(self, replica: int) -> list[str]:
         """The nodes that a replica lies on, in the order of its ranks."""
@@ -41,7 +47,7 @@ class Placement:
 
     def used(self) -> Counter[str]:
         """Devices taken on each node."""
-        return Counter(self.ranks.values()) + Counter(self.spares)
+        return Counter(self.ranks.values()) + Counter(self.spare_nodes)
 
     def failure_domains(self) -> str:
         """A table: what each node holds, and what its death would break."""
@@ -54,7 +60,7 @@ class Placement:
                 f"replica {replica} rank{_numbers([k for (r, k), n in self.ranks.items() if (r, n) == (replica, node)])}"
                 for replica in broken
             ]
-            spares = self.spares.count(node)
+            spares = self.spare_nodes.count(node)
             if spares:
                 holds.append(f"{spares} spare{'s' if spares > 1 else ''}")
             if not broken:

@@ -1,0 +1,93 @@
+"""Data: sources of records, tokenization, and the order in which samples are used.
+
+``check(config)`` reads and tokenizes everything a run needs, so that whatever is wrong with the data is said before any
+process is started.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from everstep.data.order import SampleRef, SampleStream, pass_order
+from everstep.data.prepare import Dataset, Dropped, Tokens, encode_chat, encode_prompt, prepare_prompts, prepare_sft
+from everstep.data.source import load_records
+from everstep.errors import BadInput, ConfigError
+
+if TYPE_CHECKING:
+    from everstep.config.schema import Config
+
+__all__ = [
+    "Dataset",
+    "Dropped",
+    "PreparedData",
+    "SampleRef",
+    "SampleStream",
+    "Tokens",
+    "check",
+    "encode_chat",
+    "encode_prompt",
+    "load_records",
+    "pass_order",
+    "prepare_prompts",
+    "prepare_sft",
+]
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """All data of a run, tokenized. ``warmup`` only if the configuration asks for a warm-up, ``eval`` if for evaluation."""
+
+    train: Dataset
+    eval: Dataset | None
+    warmup: Dataset | None
+    tokenizer: Any
+
+
+def check(config: Config) -> PreparedData:
+    """Load and tokenize the data of ``config`` and resolve its reward function.
+
+    BadInput (one sentence, with the key and the record) if a source cannot be read, a record does not have what its
+    format asks for or is too long, a token is outside the model's vocabulary, or the reward cannot be imported.
+    Starts no process.
+    """
+    from everstep.engine.source import describe, load_tokenizer
+
+    data, rl = config.data, config.recipe == "grpo"
+    if rl and data.format != "prompt":
+        raise ConfigError(f"recipe=grpo generates from prompts: set data.format=prompt (it is {data.format})")
+    tokenizer = load_tokenizer(config.model)
+
+    def prepare(spec: str, args: dict[str, Any], key: str, prompts: bool) -> Dataset:
+        records = load_records(spec, args, key)
+        if prompts:
+            return prepare_prompts(records, tokenizer, data.max_prompt_tokens, data.too_long, key)
+        format = None if key == "warmup.source" else data.format
+        return prepare_sft(records, tokenizer, format, data.max_tokens, data.too_long, key)
+
+    train = prepare(data.source, data.source_args, "data.source", rl)
+    held_out = prepare(data.eval_source, data.eval_source_args, "data.eval_source", rl) if data.eval_source else None
+    warmup = None
+    if rl and config.warmup.steps:
+        if not config.warmup.source:
+            raise ConfigError(f"warmup.steps={config.warmup.steps} needs warmup.source; or set warmup.steps=0")
+        warmup = prepare(config.warmup.source, config.warmup.source_args, "warmup.source", False)
+    if rl:
+        from everstep.rl.rewards import resolve
+
+        resolve(config.reward, data.source, data.source_args)
+
+    vocabulary = describe(config.model).vocab
+    for dataset in (train, held_out, warmup):
+        _check_vocabulary(dataset, vocabulary)
+    return PreparedData(train, held_out, warmup, tokenizer)
+
+
+def _check_vocabulary(dataset: Dataset | None, vocabulary: int) -> None:
+    largest = max((max(s.input_ids) for s in dataset.samples), default=0) if dataset else 0
+    if largest >= vocabulary:
+        assert dataset is not None
+        raise BadInput(
+            f"{dataset.key}: the tokenizer makes token {largest}, but the model's vocabulary has {vocabulary}; "
+            "model.tokenizer and model.path do not belong together"
+        )

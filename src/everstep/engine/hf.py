@@ -8,10 +8,9 @@ that table. Legend: H query heads, G key/value heads, D channels per head, F int
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Literal
 
 import torch
@@ -192,40 +191,6 @@ def load(model: nn.Module, table: list[Piece], source: Mapping[str, Getter], arc
         raise AssertionError(f"the table of weights does not cover {sorted(parameters)}")
 
 
-def from_state_dict(tensors: Mapping[str, Tensor]) -> dict[str, Getter]:
-    """Getters over a state dict as transformers makes it."""
-    return {name: (lambda t=t: t) for name, t in tensors.items()}
-
-
-def from_directory(directory: Path) -> dict[str, Getter]:
-    """Getters that read a directory's safetensors lazily. BadInput if there are none or the index is broken."""
-    from safetensors import safe_open
-
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            where = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
-            raise BadInput(f"{index} is not an index of safetensors files: {error}") from error
-        files = {name: directory / file for name, file in where.items()}
-    else:
-        files = {}
-        for file in sorted(directory.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as opened:
-                files.update(dict.fromkeys(opened.keys(), file))
-    if not files:
-        raise BadInput(f"{directory} has no safetensors weights; to train from scratch set model.init=random")
-    missing = sorted({str(file) for file in files.values() if not file.is_file()})
-    if missing:
-        raise BadInput(f"{index} names files that do not exist: {', '.join(missing)}")
-
-    def read(name: str, file: Path) -> Tensor:
-        with safe_open(file, framework="pt") as opened:
-            return opened.get_tensor(name)
-
-    return {name: (lambda name=name, file=file: read(name, file)) for name, file in files.items()}
-
-
 def random_weights(table: list[Piece], arch: Architecture, seed: int) -> dict[str, Getter]:
     """Getters of the weights of a new model, distributed as transformers initialises them.
 
@@ -246,10 +211,19 @@ def random_weights(table: list[Piece], arch: Architecture, seed: int) -> dict[st
         return tensor
 
     return {
-        name: (lambda name=name, shape=shape: make(name, shape))
+        name: partial(make, name, shape)
         for piece in table
         for name, shape in zip(piece.names, piece.shapes, strict=True)
     }
+
+
+def getters(tensors: Mapping[str, Tensor | Getter]) -> dict[str, Getter]:
+    """Getters over a Hugging Face state dict."""
+    return {name: partial(_same, t) if isinstance(t, Tensor) else t for name, t in tensors.items()}
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 # ------------------------------------------------------------------ out

@@ -229,9 +229,10 @@ def in_model_precision(model: GPTModel, megatron: TransformerConfig) -> torch.nn
 
 def bare(model: torch.nn.Module) -> GPTModel:
     """The GPTModel inside Megatron's wrappers."""
-    while not isinstance(model, GPTModel):
-        model = model.module
-    return model
+    inner: Any = model
+    while not isinstance(inner, GPTModel):
+        inner = inner.module
+    return inner
 
 
 def wrap_for_training(

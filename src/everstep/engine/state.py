@@ -107,15 +107,18 @@ def counted_ranges(ddp: DistributedDataParallel, table: list[Piece]) -> list[lis
                 length //= buffer.data_parallel_world_size
                 low, high = dp_rank * length, (dp_rank + 1) * length
             ranges: list[tuple[int, int]] = []
+            all_counted = True
             for parameter in bucket.params_list:
                 piece = known[names[parameter]]
                 if piece.shared or (piece.replicated and not first_tp) or (not sharded and dp_rank != 0):
+                    all_counted = False
                     continue
-                start, end = bucket.param_to_index[parameter]
+                start, end = (at - bucket.offset for at in buffer.param_index_map[parameter][:2])
                 start, end = max(start, low) - low, min(end, high) - low
                 if start < end:
                     ranges.append((start, end))
-            result.append(_merged(ranges))
+            # Between parameters there is only padding, which is zero.
+            result.append([(0, length)] if all_counted else _merged(ranges))
     return result
 
 

@@ -21,23 +21,17 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from everstep.engine import cpu
-
-if cpu.needed():  # before Megatron-Core is imported: some of its modules ask for the device on import
-    cpu.apply()
-
-from megatron.core import parallel_state as mpu  # noqa: E402
-from megatron.core.distributed import finalize_model_grads  # noqa: E402
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-
-from everstep.engine import hf  # noqa: E402
-from everstep.engine import state as rank_state  # noqa: E402
-from everstep.engine.groups import broken_replica, close_groups, forget_frames, open_groups  # noqa: E402
-from everstep.engine.loss import LossFn, pack_sums  # noqa: E402
-from everstep.engine.model import (  # noqa: E402
+from everstep.engine import cpu, hf
+from everstep.engine import state as rank_state
+from everstep.engine.groups import broken_replica, close_groups, forget_frames, open_groups
+from everstep.engine.loss import LossFn, pack_sums
+from everstep.engine.model import (
     bare,
     build_gpt,
     check_layout,
@@ -46,8 +40,9 @@ from everstep.engine.model import (  # noqa: E402
     transformer_config,
     wrap_for_training,
 )
-from everstep.engine.vocab import token_logprobs  # noqa: E402
-from everstep.errors import EverstepError  # noqa: E402
+from everstep.engine.source import ModelSource, weights
+from everstep.engine.vocab import token_logprobs
+from everstep.errors import EverstepError
 
 if TYPE_CHECKING:
     from everstep.cluster.batch import TrainingBatch
@@ -120,22 +115,23 @@ class Engine:
     # ------------------------------------------------------------------ weights
 
     @_inside
-    def load_pretrained(self, source: Any) -> None:
-        """Take the weights of ``source``: a directory with safetensors, a Hugging Face state dict (name -> tensor or
-        function returning one), or an object with ``open_weights()`` that returns such a dict.
+    def load_pretrained(
+        self, source: ModelSource | str | Path | Mapping[str, Tensor | hf.Getter]
+    ) -> None:
+        """Take the weights of ``source``: a resolved model, a directory with safetensors, or a Hugging Face state
+        dict (name -> tensor, or function that returns it).
 
         Each rank reads the whole of one parameter at a time and keeps its shard. BadInput names a missing or
-        misshapen tensor. Optimizer moments and step are not touched.
+        misshapen tensor. Adam's moments and step are not touched.
         """
-        if hasattr(source, "open_weights"):
-            origin, source = str(source), source.open_weights()
-        else:
-            origin = str(source) if isinstance(source, str | Path) else "the state dict"
-        getters: dict[str, hf.Getter]
         if isinstance(source, Mapping):
-            getters = {n: t if callable(t) else (lambda t=t: t) for n, t in source.items()}
+            origin = "the state dict"
+            getters: Mapping[str, hf.Getter] = hf.getters(source)
         else:
-            getters = hf.from_directory(Path(source))
+            if not isinstance(source, ModelSource):
+                source = ModelSource(str(source), Path(source))
+            origin = source.spec
+            getters = weights(source)
         self._load(getters, origin)
 
     @_inside
@@ -425,7 +421,8 @@ def _set_determinism(wanted: bool, device: torch.device) -> None:
         # cuBLAS reads it when its handle is made, which is after this in every launcher.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and we read no such memory
+    # Filling fresh memory costs time, and we read no such memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     # Their backward adds in an order that varies; flash attention and plain matrix products do not.
     torch.backends.cuda.enable_mem_efficient_sdp(not wanted)
     torch.backends.cuda.enable_cudnn_sdp(not wanted)

@@ -49,7 +49,7 @@ class _VocabParallel(torch.autograd.Function):
         # Rows: sum of exp(x - top), the target's x - top, sum of exp(x - top) * (x - top).
         sums = torch.zeros(3, positions, dtype=torch.float32, device=logits.device)
         for part in _slices(positions, columns):
-            shifted = logits[part].float().div_(temperature).sub_(top[part, None])
+            shifted = logits[part].to(torch.float32, copy=True).div_(temperature).sub_(top[part, None])
             sums[1, part] = shifted.gather(1, column[part, None]).squeeze(1) * here[part]
             weights = shifted.exp()
             sums[0, part] = weights.sum(dim=-1)
@@ -70,7 +70,7 @@ class _VocabParallel(torch.autograd.Function):
         logits, column, here, log_z, entropy = ctx.saved_tensors
         d_logits = torch.empty_like(logits)
         for part in _slices(*logits.shape):
-            log_p = logits[part].float().div_(ctx.temperature).sub_(log_z[part, None])
+            log_p = logits[part].to(torch.float32, copy=True).div_(ctx.temperature).sub_(log_z[part, None])
             p = log_p.exp()
             if ctx.with_entropy:
                 factor = d_logprobs[part, None] + d_entropy[part, None] * (log_p + entropy[part, None])

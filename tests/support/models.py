@@ -1,0 +1,98 @@
+"""Tiny models and batches for tests: real transformers models of every supported family, in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everstep.cluster.batch import TrainingBatch
+from everstep.config.schema import Config
+from everstep.engine.loss import LossOutput
+
+VOCAB = 101  # odd: must be padded for tp=2
+
+
+def tiny_config(family: str, *, tied: bool = False, **changes: Any) -> Any:
+    """A transformers config of ``llama``, ``qwen2`` or ``qwen3``: 4 layers, 4 heads in 2 groups."""
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+    kind = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[family]
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.2,  # large, so that a wrong layer shows
+    }
+    if family == "qwen3":
+        settings["head_dim"] = 16  # not hidden_size / heads
+    return kind(**{**settings, **changes})
+
+
+def hf_model(hf_config: Any, seed: int = 0) -> Any:
+    """The transformers model of ``hf_config``, norms and biases made non-trivial so that losing one shows."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def batch(seed: int, samples: int, tokens: int, vocab: int = VOCAB) -> TrainingBatch:
+    """Right-padded random sequences; about half of the tokens count in the loss."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocab, (samples, tokens), generator=generator)
+    lengths = torch.randint(tokens // 2, tokens + 1, (samples,), generator=generator)
+    attention = (torch.arange(tokens)[None] < lengths[:, None]).long()
+    counted = attention * (torch.arange(tokens)[None] >= 2)
+    return TrainingBatch(
+        {"input_ids": ids * attention, "attention_mask": attention, "loss_mask": counted.float()},
+        sample_ids=[f"{seed}/{i}" for i in range(samples)],
+    )
+
+
+def rows(source: TrainingBatch, a: int, b: int) -> TrainingBatch:
+    return source.slice(a, b)
+
+
+def settings(**sections: Any) -> Config:
+    """A configuration with the given sections, e.g. ``engine={"recompute": "full"}``."""
+    model = {"path": "unused", **sections.pop("model", {})}
+    return Config(recipe="sft", model=model, data={"source": "unused"}, **sections)
+
+
+class NllWithEntropy:
+    """Token negative log-likelihood minus an entropy bonus: exercises both gradients."""
+
+    metric_names = ("nll", "entropy")
+    needs_entropy = True
+
+    def __init__(self, entropy_coef: float = 0.1):
+        self.entropy_coef = entropy_coef
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: TrainingBatch) -> LossOutput:
+        assert entropy is not None
+        mask = batch.tensors["loss_mask"]
+        nll, spread, tokens = -(logprobs * mask).sum(), (entropy * mask).sum(), mask.sum()
+        metrics = {"nll": (nll.detach(), tokens), "entropy": (spread.detach(), tokens)}
+        return LossOutput(nll - self.entropy_coef * spread, tokens, metrics)
+
+
+def reference_loss(model: Any, source: TrainingBatch, temperature: float, entropy_coef: float = 0.1) -> Tensor:
+    """The same loss sum on the transformers model, written without any of our code."""
+    logits = model(source.tensors["input_ids"]).logits[:, :-1].float() / temperature
+    log_p = torch.log_softmax(logits, -1)
+    taken = log_p.gather(-1, source.tensors["input_ids"][:, 1:, None])[..., 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    mask = source.tensors["loss_mask"][:, 1:]
+    return -(taken * mask).sum() - entropy_coef * (entropy * mask).sum()

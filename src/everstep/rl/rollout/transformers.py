@@ -204,8 +204,9 @@ def keep_likely(logp: Tensor, values: Tensor, top_k: int, top_p: float) -> Tenso
     top, index = logp.topk(count, dim=-1)  # sorted, likeliest first
     keep = torch.ones_like(top, dtype=torch.bool)
     if top_p < 1.0:
-        p = top.softmax(dim=-1)
-        keep = p.cumsum(dim=-1) - p < top_p  # the mass before this token has not reached top_p yet
+        # In fixed point, because CUDA has no deterministic running sum of floating-point numbers.
+        p = (top.softmax(dim=-1).double() * 2.0**40).long()
+        keep = p.cumsum(dim=-1) - p < int(top_p * 2.0**40)  # the mass before this token has not reached top_p yet
         keep[:, 0] = True
     kept = torch.zeros_like(logp, dtype=torch.bool).scatter_(1, index, keep)
     return values.masked_fill(~kept, float("-inf"))

@@ -61,18 +61,14 @@ EVENTS: dict[str, EventKind] = {
         step=True,
     ),
     "run_end": _kind("lead", "The run ended; `status` is done, failed or interrupted.", "status"),
-    "process_start": _kind(
-        "rank", "A worker process is up (imports done, device ready), not yet placed.", "device"
-    ),
+    "process_start": _kind("rank", "A worker process is up (imports done, device ready), not yet placed.", "device"),
     "form": _kind(
         "rank",
         "The process took a place in a replica and joined its process groups.",
         "replica rank",
         epoch=True,
     ),
-    "release": _kind(
-        "rank", "The process left its replica's process groups (broken, or the run ends).", "replica rank"
-    ),
+    "release": _kind("rank", "The process left its replica's process groups (broken, or the run ends).", "replica rank"),
     "model_ready": _kind(
         "rank",
         "Model and optimizer hold weights; `source`: pretrained, random, heal, checkpoint.",
@@ -92,9 +88,7 @@ EVENTS: dict[str, EventKind] = {
         step=True,
         epoch=True,
     ),
-    "compute": _kind(
-        "rank", "The rank starts forward/backward of its slots.", "replica rank slots", step=True, epoch=True
-    ),
+    "compute": _kind("rank", "The rank starts forward/backward of its slots.", "replica rank slots", step=True, epoch=True),
     "computed": _kind(
         "rank",
         "The rank holds the gradient sums of its slots.",
@@ -102,9 +96,7 @@ EVENTS: dict[str, EventKind] = {
         step=True,
         epoch=True,
     ),
-    "reduce": _kind(
-        "rank", "The rank enters the reduce over the link.", "replica rank", step=True, epoch=True
-    ),
+    "reduce": _kind("rank", "The rank enters the reduce over the link.", "replica rank", step=True, epoch=True),
     "vote": _kind(
         "rank",
         "The rank holds the total and says so; `ledger`: the slots in it.",
@@ -112,9 +104,7 @@ EVENTS: dict[str, EventKind] = {
         step=True,
         epoch=True,
     ),
-    "void": _kind(
-        "both", "An attempt at a step was given up; nothing of it counts.", "cause", step=True, epoch=True
-    ),
+    "void": _kind("both", "An attempt at a step was given up; nothing of it counts.", "cause", step=True, epoch=True),
     "commit": _kind(
         "lead",
         "The step is durably recorded. `kind`: apply, or skip (samples used up, weights unchanged).",
@@ -122,20 +112,14 @@ EVENTS: dict[str, EventKind] = {
         step=True,
         epoch=True,
     ),
-    "apply": _kind(
-        "rank", "The optimizer applied the committed total.", "replica rank", step=True, epoch=True
-    ),
-    "skip": _kind(
-        "rank", "The rank passed over a commit of kind skip.", "replica rank", step=True, epoch=True
-    ),
+    "apply": _kind("rank", "The optimizer applied the committed total.", "replica rank", step=True, epoch=True),
+    "skip": _kind("rank", "The rank passed over a commit of kind skip.", "replica rank", step=True, epoch=True),
     "drop": _kind("lead", "Samples that will never be used, and why.", "samples reason"),
     "verify": _kind("lead", "The state hashes of all ranks were compared.", "equal hashes", step=True),
     # membership
     "view": _kind("lead", "A new view is in force.", "members cause", epoch=True),
     "obey": _kind("rank", "The rank saw a new view and switched to it.", "replica rank", epoch=True),
-    "fault": _kind(
-        "both", "A fault is injected now; the signal follows at once.", "replica rank kind phase", step=True
-    ),
+    "fault": _kind("both", "A fault is injected now; the signal follows at once.", "replica rank kind phase", step=True),
     "death": _kind(
         "lead",
         "The death or silence of a rank was noticed; epoch and step are those in force at that moment.",
@@ -153,9 +137,7 @@ EVENTS: dict[str, EventKind] = {
     "spare_used": _kind("lead", "A spare takes the place of a dead rank.", "replica rank spare"),
     "spare_ready": _kind("lead", "A spare is warm; `spares` counts the warm ones.", "spares"),
     "link_build": _kind("lead", "A link is being built over these members.", "link members"),
-    "link_ready": _kind(
-        "both", "All members acknowledged the link (lead), or this rank did (rank).", "link members"
-    ),
+    "link_ready": _kind("both", "All members acknowledged the link (lead), or this rank did (rank).", "link members"),
     "heal_start": _kind(
         "rank",
         "The rank begins to receive its peer's state; `source`: the peer's replica.",
@@ -187,9 +169,7 @@ EVENTS: dict[str, EventKind] = {
     # trouble that is no fault of a rank
     "error": _kind("both", "An error ended the work of this process.", "error message"),
     # written by the log itself
-    "torn_tail": _kind(
-        "both", "The line before this one was cut by a death; `tail_bytes`: its length.", "tail_bytes"
-    ),
+    "torn_tail": _kind("both", "The line before this one was cut by a death; `tail_bytes`: its length.", "tail_bytes"),
 }
 
 HEADER = ("t_wall", "t_mono", "who", "pid", "host", "epoch", "step", "event")
@@ -245,7 +225,7 @@ class EventLog:
         self._host = socket.gethostname()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._torn_bytes = _torn_bytes(self._fd)
+        self._torn_bytes = torn_bytes(self._fd)
         if self._torn_bytes:
             with self._lock:
                 self._write(self._encode("torn_tail", None, None, {"tail_bytes": self._torn_bytes}))
@@ -309,15 +289,13 @@ class EventLog:
         if self._fd < 0:
             raise ValueError(f"the event log {self.path} is closed")
         if os.getpid() != self._pid:
-            raise ValueError(
-                f"{self.path} belongs to process {self._pid}: a forked child opens its own event log"
-            )
+            raise ValueError(f"{self.path} belongs to process {self._pid}: a forked child opens its own event log")
         if self._torn_bytes:  # a fragment stands at the end: seal it in the same write
             line = b"\n" + line
         done = os.write(self._fd, line)
         self.bytes_written += done
         if done < len(line):  # a full disk took a part of it; the next event seals the fragment
-            self._torn_bytes = _torn_bytes(self._fd)
+            self._torn_bytes = torn_bytes(self._fd)
             raise OSError(f"the event log {self.path} took {done} of {len(line)} bytes: is the disk full?")
         self._torn_bytes = 0
         self.events_written += 1
@@ -420,7 +398,7 @@ def _finite(value: Any) -> Any:
     return _finite(_plain(value))
 
 
-def _torn_bytes(fd: int) -> int:
+def torn_bytes(fd: int) -> int:
     """Length of the unfinished last line of an open file; 0 if it is empty or ends with a newline."""
     end = os.fstat(fd).st_size
     tail = 0

@@ -1,0 +1,157 @@
+"""Metrics of a run: names with meanings, written to ``RUN/metrics.jsonl`` and TensorBoard.
+
+Names are verl's where the meaning is the same, so that its dashboards and habits carry over; ``ft/*`` is what this
+project adds. A name under one of our own prefixes must be in the table (a typo would otherwise start a new curve);
+every other prefix is free for user code (custom losses, reward functions).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from everstep.telemetry.events import to_json, torn_bytes
+
+_SPREAD = {"mean": "Mean", "max": "Largest", "min": "Smallest"}
+
+
+def _spread(name: str, of_what: str) -> dict[str, str]:
+    return {f"{name}/{which}": f"{word} {of_what}." for which, word in _SPREAD.items()}
+
+
+# Averages are over the step's global batch unless said otherwise. "tokens": response tokens that count in the loss.
+METRICS: dict[str, str] = {
+    "actor/pg_loss": "Policy-gradient loss (clipped surrogate), aggregated as rl.loss_aggregation says.",
+    "actor/pg_clipfrac": "Fraction of tokens whose probability ratio was clipped.",
+    "actor/pg_clipfrac_lower": "Fraction of tokens with negative advantage cut by the dual clip.",
+    "actor/ppo_kl": "Mean of old minus new log-probability over tokens: how far the policy moved since the rollout.",
+    "actor/kl_loss": "KL estimate to the reference model, before rl.kl_coef.",
+    "actor/entropy": "Mean entropy of the policy over tokens, nats.",
+    "actor/grad_norm": "Norm of the whole gradient before clipping.",
+    "actor/lr": "Learning rate of the update.",
+    "train/loss": "Mean next-token loss of SFT over the target tokens, nats.",
+    "train/grad_norm": "Norm of the whole gradient before clipping (SFT).",
+    "train/lr": "Learning rate of the update (SFT).",
+    "val/loss": "Mean next-token loss on held-out data, nats (SFT).",
+    "val-core/acc/mean@1": "Share of held-out prompts whose first completion is right (reward of at least 1).",
+    "val-core/reward/mean@1": "Mean reward of the first completion on held-out prompts.",
+    **_spread("critic/score", "sum of a sample's raw rewards"),
+    **_spread("critic/rewards", "sum of a sample's rewards after penalties"),
+    **_spread("critic/advantages", "advantage over tokens"),
+    **_spread("response_length", "length of a completion, tokens"),
+    "response_length/clip_ratio": "Share of completions that reached rollout.max_response_tokens.",
+    **_spread("prompt_length", "length of a prompt, tokens"),
+    "training/global_step": "Committed optimizer steps so far.",
+    "training/iteration": "RL iterations so far.",
+    "training/pass": "Passes over the training data so far (verl calls it epoch; here an epoch is a view's number).",
+    "perf/throughput": "Tokens (prompts and completions) per second and device.",
+    "perf/total_num_tokens": "Tokens (prompts and completions) of the step.",
+    "perf/time_per_step": "Seconds of the step, everything included.",
+    "perf/max_memory_allocated_gb": "Largest device memory in use on any rank, GB.",
+    "perf/cpu_memory_used_gb": "Largest resident memory of any rank's process, GB.",
+    "timing_s/step": "Seconds of the step (RL: of the whole iteration), everything included.",
+    "timing_s/gen": "Seconds of generation.",
+    "timing_s/reward": "Seconds of the reward function.",
+    "timing_s/old_log_prob": "Seconds for the log-probabilities under the policy that generated.",
+    "timing_s/ref": "Seconds for the log-probabilities under the reference model.",
+    "timing_s/adv": "Seconds for the advantages.",
+    "timing_s/update_actor": "Seconds of all optimizer steps of the iteration, from begin to the last commit.",
+    "timing_s/update_weights": "Seconds to bring the committed weights to the generation engine.",
+    "timing_s/save_checkpoint": "Seconds of a checkpoint.",
+    "timing_s/testing": "Seconds of an evaluation.",
+    "dispatch/sent_bytes": "Bytes put into the object store or messages for worker calls of the step.",
+    "dispatch/ms": "Milliseconds spent in dispatch (cutting, sending, collecting), without the workers' own time.",
+    "ft/goodput": "Share of the run's time so far that went into steps that were committed at the first attempt.",
+    "ft/live_replicas": "Replicas that contributed to the step.",
+    "ft/spares": "Warm spares at the end of the step.",
+    "ft/attempts": "Attempts the step took; 1 without faults.",
+    "ft/deaths": "Deaths so far.",
+    "ft/detect_s": "Seconds from an injected kill to its detection (steps with a death only).",
+    "ft/stall_s": "Seconds from a death until every survivor computed again (steps with a death only).",
+    "ft/full_strength_s": "Seconds from a death until all replicas took part again.",
+    "ft/heal_s": "Seconds to bring a rank to the current step from its peer, the slowest rank.",
+    "ft/heal_bytes": "Bytes of state a healed rank received.",
+    "ft/microbatches_redone": "Micro-batches of the step that were computed more than once.",
+}
+
+OWN_PREFIXES = frozenset(name.split("/", 1)[0] for name in METRICS)
+
+
+def check_name(name: str) -> None:
+    """Raises ``ValueError`` for an unknown name under one of our prefixes, with the nearest known one."""
+    if name in METRICS or name.split("/", 1)[0] not in OWN_PREFIXES:
+        return
+    near = difflib.get_close_matches(name, METRICS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"unknown metric {name!r}{hint} (table: everstep.telemetry.metrics.METRICS)")
+
+
+class Metrics:
+    """Writes the metrics of one run. Used by the lead process only.
+
+    Args:
+        run_dir: the run's folder; lines go to ``metrics.jsonl``, curves to ``tensorboard/``.
+        tensorboard: also write TensorBoard events.
+        from_step: last step that counts when a run resumes; curves after it (of a later attempt that was rolled
+            back) are hidden by TensorBoard, and ``read_metrics`` takes the newest line of each step.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str], tensorboard: bool = True, from_step: int = 0):
+        root = Path(run_dir)
+        root.mkdir(parents=True, exist_ok=True)
+        self.path = root / "metrics.jsonl"
+        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if torn := torn_bytes(self._fd):  # a killed lead left half a line
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - torn)
+        self._writer: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # seconds to import; only the lead pays
+
+            self._writer = SummaryWriter(str(root / "tensorboard"), purge_step=from_step + 1 if from_step else None)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """One line and one point per curve. Values are numbers (0-d tensors and arrays too). Readable at once."""
+        row: dict[str, float] = {}
+        for name, value in values.items():
+            check_name(name)
+            row[name] = float(value)
+        line = to_json({"step": step, "t_wall": round(time.time(), 3), **row}).encode() + b"\n"
+        done = os.write(self._fd, line)
+        if done < len(line):
+            raise OSError(f"{self.path} took {done} of {len(line)} bytes: is the disk full?")
+        if self._writer is not None:
+            for name, number in row.items():
+                self._writer.add_scalar(name, number, step)
+            self._writer.flush()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:
+    """The rows of a ``metrics.jsonl``, one per step in order of steps; of a step logged twice the newest row.
+
+    Rows hold ``step`` and ``t_wall`` beside the metrics; numbers that are not finite come back as floats.
+    """
+    rows: dict[int, dict[str, float]] = {}
+    for line in Path(path).read_bytes().split(b"\n")[:-1]:  # what follows the last newline is torn, or nothing
+        row = json.loads(line)
+        rows[row["step"]] = {name: value if name == "step" else float(value) for name, value in row.items()}
+    return [rows[step] for step in sorted(rows)]

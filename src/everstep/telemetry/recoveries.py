@@ -1,0 +1,261 @@
+"""What faults cost, worked out from the event log alone: recoveries, and the account of steps and samples.
+
+Which events give which number (all spans on one clock, ``seconds_between``):
+
+======================  ========================================================================================
+killed                  ``fault`` (an injected fault only): the instant before the signal
+noticed                 ``death``; ``detect_s`` = noticed - killed
+survivors compute again per surviving replica its first ``compute`` with slots, in an epoch above that of ``death``;
+                        of these the latest. ``stall_s`` = that - killed (- noticed, if nothing was injected)
+the step is committed   first ``commit`` of the step in which it died; ``commit_s`` likewise
+full strength           first later ``join`` whose ``members`` are all replicas of the run; ``full_strength_s``
+redone                  slots of the step that were computed more than once, by anybody (``computed`` events)
+======================  ========================================================================================
+
+Steps: a step is lost if it is missing between the first and the last commit, doubled if it was committed twice, or
+applied twice by one process. Samples: lost if begun (``begin``) in a step that the run went past without committing
+them (``commit``) or dropping them with a reason (``drop``); doubled if committed twice in the same ``rl_pass``.
+A restart from a checkpoint (``run_start`` with a lower ``step``) takes commits back: those are counted apart, as
+rolled back, and their samples may be used again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from everstep.telemetry.events import Epoch, Event, epoch_key, seconds_between
+
+SampleKey = tuple[int, str]  # (rl_pass, sample id)
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One death and what followed. Spans in seconds, from the kill if it was injected, else from its detection.
+
+    None: it did not happen (yet), or it concerned nobody (``stall_s`` of a rank that took no part in the view).
+    """
+
+    replica: int
+    rank: int
+    cause: str
+    step: int
+    t_wall: float  # of the kill, or of the detection
+    injected: bool = False
+    detect_s: float | None = None
+    stall_s: float | None = None
+    commit_s: float | None = None
+    full_strength_s: float | None = None
+    slots_redone: int = 0
+    t_full_strength: float | None = None  # wall clock
+
+
+@dataclass(frozen=True)
+class Account:
+    """The account of committed steps and samples over all attempts of a run."""
+
+    first_step: int | None
+    last_step: int | None
+    committed: int
+    skipped: int
+    steps_missing: list[int] = field(default_factory=list)
+    steps_doubled: list[int] = field(default_factory=list)
+    steps_rolled_back: list[int] = field(default_factory=list)
+    samples_committed: int = 0
+    samples_dropped: int = 0
+    samples_lost: list[str] = field(default_factory=list)
+    samples_doubled: list[str] = field(default_factory=list)
+
+    @property
+    def steps_lost(self) -> int:
+        return len(self.steps_missing)
+
+    @property
+    def exact(self) -> bool:
+        """Every step once, every sample once."""
+        return not (self.steps_missing or self.steps_doubled or self.samples_lost or self.samples_doubled)
+
+
+def recoveries(events: Sequence[Event]) -> list[Recovery]:
+    """All deaths of the log, in order. ``events``: merged by wall time (``read_events``)."""
+    faults: list[Event] = []
+    found: list[Recovery] = []
+    computed: dict[int | None, list[Event]] = {}
+    for event in events:
+        if event.event == "computed":
+            computed.setdefault(event.step, []).append(event)
+    members: dict[tuple[int, ...], list[int]] = {}
+    replicas = 0
+    for index, event in enumerate(events):
+        match event.event:
+            case "run_start":
+                replicas = int(event["replicas"])
+            case "view":
+                members[epoch_key(event.epoch)] = event["members"]
+            case "commit" if event.get("next_epoch") is not None:
+                members[epoch_key(_epoch(event["next_epoch"]))] = event["members"]
+            case "fault":
+                faults.append(event)
+            case "death":
+                fault = _fault_of(event, faults)
+                if fault is not None:
+                    faults.remove(fault)
+                view = members.get(epoch_key(event.epoch))
+                attempts = computed.get(event.step, [])
+                found.append(_recovery(event, fault, _Later(events, index), attempts, view, replicas))
+    return found
+
+
+def account(events: Sequence[Event]) -> Account:
+    """Steps and samples over the whole log. ``events``: merged by wall time (``read_events``)."""
+    commits: dict[int, Event] = {}
+    doubled_steps: set[int] = set()
+    rolled_back: list[int] = []
+    begun: dict[int, set[SampleKey]] = {}
+    dropped: set[str] = set()
+    applied: Counter[tuple[str, int, int]] = Counter()
+    first: int | None = None
+    finished = False
+    for event in events:
+        step = event.step
+        match event.event:
+            case "run_start":
+                assert step is not None
+                taken_back = sorted(k for k in commits if k > step)
+                rolled_back.extend(taken_back)
+                for k in taken_back:
+                    del commits[k]
+                begun = {k: samples for k, samples in begun.items() if k <= step}
+                applied = Counter()
+                doubled_steps -= set(taken_back)
+                first = step + 1 if first is None else min(first, step + 1)
+                finished = False
+            case "begin":
+                assert step is not None
+                begun.setdefault(step, set()).update(_keys(event))
+            case "commit":
+                assert step is not None
+                if step in commits:
+                    doubled_steps.add(step)
+                commits[step] = event
+            case "apply":
+                assert step is not None
+                applied[event.who, event.pid, step] += 1
+                if applied[event.who, event.pid, step] > 1:
+                    doubled_steps.add(step)
+            case "drop":
+                dropped.update(event["samples"])
+            case "run_end":
+                finished = event["status"] == "done"
+    if first is None and commits:
+        first = min(commits)
+    last = max(commits, default=None)
+    used = Counter(key for event in commits.values() for key in _keys(event))
+    over = {k for k in begun if finished or (last is not None and k <= last)}  # the step in progress is not lost
+    lost = sorted({key for k in over for key in begun[k]} - set(used))
+    missing = [] if first is None or last is None else [k for k in range(first, last + 1) if k not in commits]
+    return Account(
+        first_step=first,
+        last_step=last,
+        committed=len(commits),
+        skipped=sum(event["kind"] == "skip" for event in commits.values()),
+        steps_missing=missing,
+        steps_doubled=sorted(doubled_steps),
+        steps_rolled_back=rolled_back,
+        samples_committed=len(used),
+        samples_dropped=len(dropped),
+        samples_lost=[_name(key) for key in lost if key[1] not in dropped],
+        samples_doubled=[_name(key) for key, count in sorted(used.items()) if count > 1],
+    )
+
+
+class _Later:
+    """The events after one of them, up to the next start of the run: what a later attempt does is no recovery of this
+    one. Iterated lazily: a search ends at what it finds."""
+
+    def __init__(self, events: Sequence[Event], index: int):
+        self._events, self._index = events, index
+
+    def __iter__(self) -> Iterator[Event]:
+        for index in range(self._index + 1, len(self._events)):
+            if self._events[index].event == "run_start":
+                return
+            yield self._events[index]
+
+
+def _recovery(
+    death: Event, fault: Event | None, later: _Later, computed: list[Event], view: list[int] | None, replicas: int
+) -> Recovery:
+    origin = fault or death
+    replica, step = int(death["replica"]), death.step
+    assert step is not None
+    concerned = replica >= 0 if view is None else replica in view  # not so: a spare, or a replica already out
+    again = _computing_again(death, later, view) if concerned else None
+    commit = next((e for e in later if e.event == "commit" and e.step == step), None)
+    whole = replicas or len(view or ())
+    full = next((e for e in later if e.event == "join" and len(e["members"]) == whole), None) if replica >= 0 else None
+    cut = commit.t_wall if commit else math.inf
+    per_slot = Counter(slot for slots in _by_attempt(e for e in computed if e.t_wall <= cut) for slot in slots)
+    return Recovery(
+        replica=replica,
+        rank=int(death["rank"]),
+        cause=str(death["cause"]),
+        step=step,
+        t_wall=origin.t_wall,
+        injected=fault is not None,
+        detect_s=seconds_between(fault, death) if fault else None,
+        stall_s=seconds_between(origin, again) if again else None,
+        commit_s=seconds_between(origin, commit) if commit and concerned else None,
+        full_strength_s=seconds_between(origin, full) if full else None,
+        slots_redone=sum(count - 1 for count in per_slot.values()) if concerned else 0,
+        t_full_strength=full.t_wall if full else None,
+    )
+
+
+def _computing_again(death: Event, later: _Later, view: list[int] | None) -> Event | None:
+    """The moment at which every surviving replica computes again: the latest of their first ``compute`` events."""
+    dead = {int(death["replica"])}
+    waiting = None if view is None else set(view) - dead
+    latest: Event | None = None
+    for event in later:
+        if event.event == "death" and waiting is not None:
+            waiting.discard(int(event["replica"]))  # died before it could compute again
+        elif event.event == "compute" and event["slots"] and epoch_key(event.epoch) > epoch_key(death.epoch):
+            replica = int(event["replica"])
+            if waiting is None:  # the log does not say who the members were: the first one counts
+                return event if replica not in dead else latest
+            if replica in waiting:
+                waiting.discard(replica)
+                latest = event
+        if waiting is not None and not waiting:
+            return latest
+    return latest
+
+
+def _by_attempt(computed: Iterable[Event]) -> list[set[int]]:
+    """The slots of each (epoch, replica): all its ranks compute the same ones."""
+    slots: dict[tuple[tuple[int, ...], int], set[int]] = {}
+    for event in computed:
+        slots.setdefault((epoch_key(event.epoch), int(event["replica"])), set()).update(event["slots"])
+    return list(slots.values())
+
+
+def _fault_of(death: Event, faults: Sequence[Event]) -> Event | None:
+    """The latest injected fault of that rank that no earlier death has claimed."""
+    same = (f for f in reversed(faults) if (f["replica"], f["rank"]) == (death["replica"], death["rank"]))
+    return next(same, None)
+
+
+def _keys(event: Event) -> list[SampleKey]:
+    rl_pass = int(event.get("rl_pass", 0))
+    return [(rl_pass, sample) for sample in event["samples"]]
+
+
+def _name(key: SampleKey) -> str:
+    return key[1] if key[0] == 0 else f"{key[1]} (pass {key[0]})"
+
+
+def _epoch(value: int | list[int] | tuple[int, ...]) -> Epoch:
+    return value if isinstance(value, int) else tuple(value)

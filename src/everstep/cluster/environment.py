@@ -1,0 +1,145 @@
+"""The environment variables of a rank: what everstep sets, what the user may add, and how a rank reads them.
+
+Both launchers give every rank
+
+    RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT    of its own replica (a replica is its own
+    torch.distributed world) EVERSTEP_REPLICA EVERSTEP_EPOCH                       which replica, and the
+    view epoch it was formed in OMP_NUM_THREADS                                       1, unless the user
+    says otherwise what the configuration's ``env`` says                 for spares too
+
+No torch here: this is read before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from everstep.config.schema import Config
+from everstep.errors import BadInput, ConfigError
+
+#: Names that everstep, Ray or torchrun sets; a user's value would be overwritten or would break the group.
+RESERVED = frozenset(
+    {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "CUDA_VISIBLE_DEVICES",
+    }
+)
+RESERVED_PREFIXES = ("EVERSTEP_", "TORCHELASTIC_", "RAY_")
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """A rank's place, as its launcher told it. ``rank`` and ``world_size`` count inside the replica."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_addr: str
+    master_port: int
+    replica: int = 0
+    epoch: str = "0"
+
+    def variables(self) -> dict[str, str]:
+        """The same as environment variables."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+            "EVERSTEP_REPLICA": str(self.replica),
+            "EVERSTEP_EPOCH": self.epoch,
+        }
+
+
+def check_user_environment(env: Mapping[str, str]) -> None:
+    """ConfigError if the configuration's ``env`` sets a name that is not the user's to set, or no valid
+    name.
+    """
+    for name, value in env.items():
+        if name in RESERVED or name.startswith(RESERVED_PREFIXES):
+            raise ConfigError(
+                f"env.{name} is set by everstep or its launcher for every rank and cannot be set to {value!r}; "
+                "remove it (placement is decided by layout.*, the device by device=)"
+            )
+        if not name or "=" in name or "\0" in name + value:
+            raise ConfigError(f"env has {name!r}={value!r}, which is not a valid environment variable")
+
+
+def worker_environment(config: Config) -> dict[str, str]:
+    """What every worker process gets before it has a place, ranks and spares alike. ConfigError on reserved
+    names.
+    """
+    check_user_environment(config.env)
+    env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    if config.device == "cpu":
+        env["CUDA_VISIBLE_DEVICES"] = ""  # else libraries would open contexts on devices that are not ours
+    return env | dict(config.env)
+
+
+def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:
+    """This process's place in its replica. BadInput if a variable is missing or makes no sense: nothing is guessed.
+
+    ``EVERSTEP_REPLICA`` and ``EVERSTEP_EPOCH`` are absent under a plain torchrun, which has one replica:
+    number 0.
+    """
+    given = os.environ if environ is None else environ
+    needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if not given.get(name)]
+    if missing:
+        raise BadInput(
+            f"environment variable{'s' if len(missing) > 1 else ''} {', '.join(missing)} missing; start the ranks with "
+            "`everstep train CONFIG launcher=local` or `torchrun --nproc_per_node N -m everstep train CONFIG`"
+        )
+    number = {name: _integer(name, given[name]) for name in needed if name != "MASTER_ADDR"}
+    env = RankEnvironment(
+        rank=number["RANK"],
+        world_size=number["WORLD_SIZE"],
+        local_rank=number["LOCAL_RANK"],
+        master_addr=given["MASTER_ADDR"],
+        master_port=number["MASTER_PORT"],
+        replica=_integer("EVERSTEP_REPLICA", given.get("EVERSTEP_REPLICA", "0")),
+        epoch=given.get("EVERSTEP_EPOCH", "0"),
+    )
+    if not 0 <= env.rank < env.world_size:
+        raise BadInput(f"RANK={env.rank} is not below WORLD_SIZE={env.world_size}; the launcher's environment is broken")
+    if not 0 < env.master_port < 65536:
+        raise BadInput(f"MASTER_PORT={env.master_port} is not a port number")
+    return env
+
+
+def inside_torchrun(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a launcher has made this process a rank already."""
+    given = os.environ if environ is None else environ
+    return "TORCHELASTIC_RUN_ID" in given or "RANK" in given
+
+
+def detect_launcher(config: Config, environ: Mapping[str, str] | None = None) -> Literal["ray", "local"]:
+    """Resolve ``launcher``: what was asked for; ``auto`` is local inside torchrun, else ray."""
+    inside = inside_torchrun(environ)
+    if config.launcher == "ray" and inside:
+        raise ConfigError(
+            "launcher=ray inside torchrun would start one controller per rank; use launcher=local, or start without torchrun"
+        )
+    if config.launcher == "auto":
+        return "local" if inside else "ray"
+    return config.launcher
+
+
+def _integer(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise BadInput(f"environment variable {name}={text!r} is not a whole number") from None

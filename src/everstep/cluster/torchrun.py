@@ -1,0 +1,237 @@
+"""``launcher=local`` started by hand: run torchrun for the user, watch it, and end with the worker's own exit code.
+
+    everstep train CONFIG launcher=local
+      -> python -m everstep.cluster.torchrun --nproc_per_node N ... -m everstep train CONFIG ...   (the
+      agent: torchrun itself)
+         -> N ranks
+
+torchrun ends with 1 whatever its workers ended with. So a worker leaves its exit code and its one sentence
+in a small file (``report_exit``), the agent adds what it saw of those that died without a word, and the
+worst of them is ours.
+
+Nothing outlives this process: every process of the run carries a token in its environment by which it is
+found and killed; should we be killed ourselves, the kernel tells the agent (Linux), which ends its workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from everstep.cluster.environment import inside_torchrun, worker_environment
+from everstep.config.schema import Config
+from everstep.errors import BadInput, ConfigError, EverstepError, Interrupted
+from everstep.layout import Layout
+
+_EXIT_DIR = "EVERSTEP_EXIT_DIR"  # where workers leave their exit codes
+_TOKEN = "EVERSTEP_LAUNCH"  # marks every process of one launch
+_HOST = "127.0.0.1"
+_POLL_S = 0.05
+_GRACE_S = 40.0  # torchrun gives its workers 30 s to end after a signal
+#  Of several exit codes the first of these is the cause: 3 is often only the echo of another rank's end,
+# and 130 too (torchrun
+#: interrupts the others), unless the user did interrupt.
+_WORST_FIRST = (4, 2, 1, 3, 130)
+_WORST_FIRST_INTERRUPTED = (4, 2, 1, 130, 3)
+_PR_SET_PDEATHSIG = 1
+
+
+def launch(config: Config, program: Sequence[str], say: Callable[[str], None] | None = None) -> int:
+    """Run ``program`` (``["-m", "everstep", "train", CONFIG, ...]``) on every rank of the one replica; wait for its end.
+
+    Returns the exit code that fits the cause: 0 if all ranks ended well, else the worst typed code of a
+    rank; a rank that was killed counts as 3 (resumable), SIGINT or SIGTERM to us as 130. ``say`` gets the
+    sentence of that cause (default: standard error). BadInput, before anything is started, if local.port is
+    taken. Call it from the main thread.
+    """
+    if inside_torchrun():
+        raise BadInput("this process is a rank of torchrun already (RANK is set) and must not start another torchrun")
+    if config.layout.replicas != 1 or config.layout.spares:
+        raise ConfigError(
+            f"launcher=local runs one replica without spares, not layout.replicas={config.layout.replicas} "
+            f"layout.spares={config.layout.spares}; use launcher=ray, or layout.replicas=1 layout.spares=0"
+        )
+    say = say or (lambda text: print(text, file=sys.stderr))
+    ranks = Layout(tp=config.layout.tp, pp=config.layout.pp, dp=config.layout.dp).ranks_per_replica
+    if config.local.port:
+        check_port_free(config.local.port)
+        rendezvous = ["--nnodes=1", "--node_rank=0", f"--master_addr={_HOST}", f"--master_port={config.local.port}"]
+    else:
+        rendezvous = ["--standalone", f"--local_addr={_HOST}"]
+    arguments = [*rendezvous, f"--nproc_per_node={ranks}", "--max_restarts=0", *program]
+    token = secrets.token_hex(16)
+    with tempfile.TemporaryDirectory(prefix="everstep-exit-") as exits:
+        own = {"EVERSTEP_REPLICA": "0", "EVERSTEP_EPOCH": "0", _EXIT_DIR: exits, _TOKEN: token}
+        agent = subprocess.Popen(
+            [sys.executable, "-m", "everstep.cluster.torchrun", *arguments],
+            env=os.environ | worker_environment(config) | own,
+            start_new_session=True,  # Ctrl-C reaches us alone; we pass it on once
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        )
+        try:
+            with _forwarding(agent) as interrupted:
+                agent.wait()
+        finally:
+            kill_all(token)
+            agent.wait()
+        code, message = _cause(Path(exits), agent.returncode, bool(interrupted))
+    if message:
+        say(message)
+    return code
+
+
+def check_port_free(port: int) -> None:
+    """BadInput if nobody can listen on ``port`` of this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that just closed do not matter
+        try:
+            probe.bind((_HOST, port))
+            probe.listen(1)
+        except OSError as error:
+            why = "is in use by another process" if error.errno == errno.EADDRINUSE else f"is refused: {error.strerror}"
+            raise BadInput(f"local.port={port} {why}; choose another, or 0 for a free one") from error
+
+
+def report_exit(error: EverstepError | None) -> bool:
+    """A worker's last words, called when it knows its end: ``error``, or None if all is done.
+
+    Returns True if a parent started by ``launch`` will show the sentence, so that the worker need not print
+    it too.
+    """
+    folder = os.environ.get(_EXIT_DIR)
+    if not folder:
+        return False
+    code = error.exit_code if error else 0
+    path = Path(folder) / f"rank-{os.environ['RANK']}"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"code": code, "message": str(error) if error else "", "wall_time": time.time()}))
+    os.replace(temporary, path)
+    return True
+
+
+def kill_all(token: str) -> list[int]:
+    """SIGKILL every process of the launch with this token, orphans included; returns their ids once they
+    are gone.
+    """
+    found: dict[int, psutil.Process] = {}
+    while True:
+        alive = [p for p in psutil.process_iter() if p.pid not in found and _carries(p, token)]
+        if not alive:
+            break
+        for process in alive:
+            found[process.pid] = process
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    psutil.wait_procs(list(found.values()), timeout=10)
+    return sorted(found)
+
+
+def _carries(process: psutil.Process, token: str) -> bool:
+    try:
+        return process.environ().get(_TOKEN) == token and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+        return False  # gone, or somebody else's
+
+
+@contextlib.contextmanager
+def _forwarding(agent: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Pass SIGINT and SIGTERM on to torchrun; a second one, or the end of the grace, kills it. Yields those
+    received.
+    """
+    received: list[int] = []
+
+    def forward(number: int, frame: object) -> None:
+        received.append(number)
+        if len(received) > 1:
+            agent.kill()
+            return
+        agent.send_signal(number)
+        signal.setitimer(signal.ITIMER_REAL, _GRACE_S)
+
+    handlers = {
+        number: signal.signal(number, handler)
+        for number, handler in (
+            (signal.SIGINT, forward),
+            (signal.SIGTERM, forward),
+            (signal.SIGALRM, lambda number, frame: agent.kill()),
+        )
+    }
+    try:
+        yield received
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _cause(exits: Path, agent_code: int, interrupted: bool) -> tuple[int, str]:
+    """(exit code, sentence) from what workers and agent left behind."""
+    reports = [json.loads(path.read_text()) for path in exits.iterdir() if path.suffix != ".tmp"]
+    reports.sort(key=lambda report: report["wall_time"])
+    for code in _WORST_FIRST_INTERRUPTED if interrupted else _WORST_FIRST:
+        for report in reports:
+            if report["code"] == code:
+                return code, report["message"]
+    if interrupted:
+        return Interrupted.exit_code, ""
+    if agent_code == 0:
+        return 0, ""
+    return 3, f"torchrun ended unexpectedly (status {agent_code}); continue with resume=auto"
+
+
+def _die_with_parent() -> None:
+    """In the child, before exec: the kernel sends it SIGTERM when its parent dies, even of SIGKILL."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+# ---------------------------------------------------------------- the agent process
+
+
+def _agent(arguments: list[str]) -> int:
+    """torchrun itself; notes how workers ended that could not say it themselves."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.disable(logging.ERROR)  # its account of a failed worker is a page long; ours is one sentence
+    try:
+        run.run(run.parse_args(arguments))
+    except ChildFailedError as error:
+        folder = Path(os.environ[_EXIT_DIR])
+        for rank, failure in error.failures.items():
+            if (folder / f"rank-{rank}").exists():
+                continue
+            if failure.exitcode < 0:
+                name = signal.Signals(-failure.exitcode).name
+                code, message = 3, f"rank 0/{rank} (process {failure.pid}) was killed by {name}; continue with resume=auto"
+            else:
+                code = failure.exitcode if failure.exitcode in _WORST_FIRST else 1
+                message = f"rank 0/{rank} (process {failure.pid}) ended with status {failure.exitcode}"
+            report = {"code": code, "message": message, "wall_time": failure.timestamp}
+            (folder / f"agent-{rank}").write_text(json.dumps(report))
+        return 1
+    except SignalException:
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(_agent(sys.argv[1:]))
+    except KeyboardInterrupt:  # before torchrun had its own handlers
+        sys.exit(1)

@@ -32,9 +32,7 @@ class BalancedDispatch(MeshDispatch):
         super().validate(ranks, args, kwargs)
         batches = [value for value in (*args, *kwargs.values()) if isinstance(value, TrainingBatch)]
         if len(batches) != 1:
-            raise DispatchError(
-                f"dispatch {self.name}: needs exactly one TrainingBatch argument, got {len(batches)}"
-            )
+            raise DispatchError(f"dispatch {self.name}: needs exactly one TrainingBatch argument, got {len(batches)}")
 
     def dispatch(self, ranks: Sequence[Rank], args: Args, kwargs: Kwargs) -> list[Call]:
         batch = next(value for value in (*args, *kwargs.values()) if isinstance(value, TrainingBatch))
@@ -49,9 +47,7 @@ class BalancedDispatch(MeshDispatch):
     def collect(self, ranks: Sequence[Rank], results: Sequence[Any]) -> TrainingBatch:
         together = super().collect(ranks, results)
         if not isinstance(together, TrainingBatch) or sorted(together.sample_ids) != sorted(self._order):
-            raise DispatchError(
-                f"dispatch {self.name}: the method must return a TrainingBatch of the samples it was given"
-            )
+            raise DispatchError(f"dispatch {self.name}: the method must return a TrainingBatch of the samples it was given")
         place = {sample_id: i for i, sample_id in enumerate(together.sample_ids)}
         ordered = together.select([place[sample_id] for sample_id in self._order])
         return ordered.pad_to(max(ordered.width, self._width))

@@ -17,9 +17,7 @@ GOLDEN = json.loads((Path(__file__).parent / "golden" / "rl_advantages.json").re
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda c: c["name"])
 def test_reproduces_the_references(case: dict) -> None:
-    got = adv.estimate(
-        case["algorithm"], case["inputs"]["rewards"], case["inputs"]["group"], case["params"].get("eps", 1e-6)
-    )
+    got = adv.estimate(case["algorithm"], case["inputs"]["rewards"], case["inputs"]["group"], case["params"].get("eps", 1e-6))
     expected = torch.tensor(case["expected"]["scalar_advantages"])
     torch.testing.assert_close(got, expected, **case["tolerance"])
     mask = torch.tensor(case["inputs"]["mask"], dtype=torch.float32)

@@ -1,8 +1,8 @@
 """Where records come from. A record is a dict; what it must hold depends on ``data.format`` (see ``prepare``).
 
-    PATH.parquet          one row, one record
-    reasoning_gym:TASK    a generated, verifiable task of the package reasoning-gym
-    module:function       your function; called with data.source_args, returns a list of dicts
+PATH.parquet          one row, one record
+reasoning_gym:TASK    a generated, verifiable task of the package reasoning-gym
+module:function       your function; called with data.source_args, returns a list of dicts
 """
 
 from __future__ import annotations

@@ -57,9 +57,7 @@ def rloo(rewards: Sequence[float] | Tensor, groups: Sequence[Hashable]) -> Tenso
     return torch.tensor(out, dtype=torch.float32)
 
 
-def estimate(
-    estimator: str, rewards: Sequence[float] | Tensor, groups: Sequence[Hashable], eps: float = 1e-6
-) -> Tensor:
+def estimate(estimator: str, rewards: Sequence[float] | Tensor, groups: Sequence[Hashable], eps: float = 1e-6) -> Tensor:
     """The estimator called ``rl.advantage`` in the configuration. (B,) float32."""
     if estimator == "grpo":
         return grpo(rewards, groups, eps)

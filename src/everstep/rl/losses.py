@@ -139,9 +139,7 @@ class PolicyLoss:
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: TrainingBatch) -> LossOutput:
         mask = batch["loss_mask"]
         old = logprobs.detach() if self.on_policy else batch["old_logprobs"]
-        terms = clipped_policy_terms(
-            logprobs, old, batch["advantages"], mask, self.clip_low, self.clip_high, self.dual_clip
-        )
+        terms = clipped_policy_terms(logprobs, old, batch["advantages"], mask, self.clip_low, self.clip_high, self.dual_clip)
         loss_sum, weight = aggregate(terms.loss, mask, self.aggregation)
         metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {
             "actor/pg_loss": (loss_sum.detach(), weight),
@@ -150,9 +148,7 @@ class PolicyLoss:
             "actor/pg_clipfrac_lower": aggregate(terms.clipped_lower, mask, "token-mean"),
         }
         if self.kl_coef > 0:
-            kl_sum, _ = aggregate(
-                kl_terms(logprobs, batch["ref_logprobs"], mask, self.kl_kind), mask, self.aggregation
-            )
+            kl_sum, _ = aggregate(kl_terms(logprobs, batch["ref_logprobs"], mask, self.kl_kind), mask, self.aggregation)
             loss_sum = loss_sum + self.kl_coef * kl_sum
             metrics["actor/kl_loss"] = (kl_sum.detach(), weight)
         if self.needs_entropy:

@@ -157,9 +157,7 @@ def score(reward: Reward, batch: TrainingBatch) -> list[float]:
         try:
             value = reward(prompt, completion, record)
         except Exception as error:  # a fault boundary: user code
-            raise RewardFailed(
-                sample_id, f"{type(error).__name__}: {error} (completion {completion[:200]!r})"
-            ) from error
+            raise RewardFailed(sample_id, f"{type(error).__name__}: {error} (completion {completion[:200]!r})") from error
         try:
             number = float(value)
         except (TypeError, ValueError):

@@ -150,8 +150,7 @@ class TransformersRollout:
         at = offset.clamp(0, response.shape[1] - 1)
         zero = torch.zeros((), dtype=torch.int64)
         texts = [
-            self.tokenizer.decode(row[keep], skip_special_tokens=True)
-            for row, keep in zip(response, response_mask, strict=True)
+            self.tokenizer.decode(row[keep], skip_special_tokens=True) for row, keep in zip(response, response_mask, strict=True)
         ]
         return TrainingBatch(
             tensors={

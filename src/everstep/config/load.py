@@ -31,24 +31,32 @@ DEFAULT = "default"
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A configuration, with where it came from.
+class Origins:
+    """Where values came from: each dotted key that was given (not defaulted), and ``FILE:LINE`` or ``command line``."""
 
-    ``origins`` maps each dotted key that was given (not defaulted) to ``FILE:LINE`` or ``command line``.
-    """
+    path: Path | None
+    given: dict[str, str] = field(default_factory=dict)
+
+    def of(self, key: str) -> str:
+        """The origin of ``key``; of a section or mapping: of what was given last inside it."""
+        if key in self.given:
+            return self.given[key]
+        inside = [origin for given, origin in self.given.items() if given.startswith(key + ".")]
+        above = [origin for given, origin in self.given.items() if key.startswith(given + ".")]
+        return (inside or above or [DEFAULT])[-1]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A configuration, with where it came from."""
 
     config: Config
-    path: Path | None
     overrides: tuple[str, ...]
-    origins: Mapping[str, str] = field(default_factory=dict)
+    origins: Origins
 
-    def origin(self, key: str) -> str:
-        """Where the value of ``key`` came from; for a section, what was given last in it."""
-        if key in self.origins:
-            return self.origins[key]
-        inside = [origin for given, origin in self.origins.items() if given.startswith(key + ".")]
-        above = [origin for given, origin in self.origins.items() if key.startswith(given + ".")]
-        return (inside or above or [DEFAULT])[-1]
+    @property
+    def path(self) -> Path | None:
+        return self.origins.path
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -58,37 +66,35 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
     """Like :func:`load_config`, with the origin of every value. ``path=None``: overrides alone."""
-    origins: dict[str, str] = {}
+    origins = Origins(Path(path) if path is not None else None)
+    given = origins.given
     tree = OmegaConf.create({})
-    if path is not None:
-        path = Path(path)
-        text = _read(path)
-        tree = _parse(text, path)
-        origins.update({key: f"{path}:{line}" for key, line in _lines(text)})
+    if origins.path is not None:
+        text = _read(origins.path)
+        tree = _parse(text, origins.path)
+        given.update({key: f"{path}:{line}" for key, line in _lines(text)})
     for key, raw in parse_overrides(overrides):
         require_known(key, COMMAND_LINE)
         try:
             OmegaConf.update(tree, key, _value(key, raw), merge=False, force_add=True)
         except _CANNOT_SET as e:
             raise ConfigError(f"{key}={raw} ({COMMAND_LINE}) cannot be set: {_first_line(e)}") from e
-        for given in [g for g in origins if g == key or g.startswith(key + ".")]:
-            del origins[given]
-        origins[key] = COMMAND_LINE
+        for old in [k for k in given if k == key or k.startswith(key + ".")]:
+            del given[old]
+        given[key] = COMMAND_LINE
     try:
         raw_tree = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as e:
         where = f"{e.full_key}: " if getattr(e, "full_key", None) else ""
         raise ConfigError(f"{where}{_first_line(e)} (in {path or COMMAND_LINE})") from e
     assert isinstance(raw_tree, dict)
-    loaded = Loaded(Config.model_construct(), Path(path) if path else None, tuple(overrides), origins)
-    clean = _walk(Config, raw_tree, "", loaded)
-    return Loaded(_validate(clean, loaded), loaded.path, loaded.overrides, origins)
+    return Loaded(_validate(_walk(Config, raw_tree, "", origins), origins), tuple(overrides), origins)
 
 
 def from_tree(tree: Mapping[str, Any]) -> Config:
     """A configuration from a nested mapping, as Python callers have it; the same errors as from a file."""
-    loaded = Loaded(Config.model_construct(), None, (), {})
-    return _validate(_walk(Config, dict(tree), "", loaded), loaded)
+    origins = Origins(None)
+    return _validate(_walk(Config, dict(tree), "", origins), origins)
 
 
 def dump(config: Config) -> str:
@@ -196,25 +202,25 @@ def _first_line(error: BaseException) -> str:
 # ---------------------------------------- validation
 
 
-def _walk(section: type[Section], tree: dict[Any, Any], prefix: str, loaded: Loaded) -> dict[str, Any]:
+def _walk(section: type[Section], tree: dict[Any, Any], prefix: str, origins: Origins) -> dict[str, Any]:
     """``tree``, unknown keys refused, text fields made text, empty sections left to their defaults."""
     clean: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         info = section.model_fields.get(str(name))
         if info is None:
-            raise unknown(key, loaded.origin(key) if loaded.origin(key) != DEFAULT else "configuration")
+            raise unknown(key, origins.of(key) if origins.of(key) != DEFAULT else "configuration")
         inner = section_of(info.annotation)
         if inner and value is None:
             continue  # `layout:` with nothing under it
         if inner and not isinstance(value, dict):
-            raise _wrong(key, value, info, loaded)
+            raise _wrong(key, value, info, origins)
         if inner:
-            clean[name] = _walk(inner, value, key + ".", loaded)
+            clean[name] = _walk(inner, value, key + ".", origins)
         elif get_origin(info.annotation) is list and isinstance(value, list):
             element = section_of(get_args(info.annotation)[0])
             clean[name] = [
-                _walk(element, item, f"{key}.{i}.", loaded) if element and isinstance(item, dict) else item
+                _walk(element, item, f"{key}.{i}.", origins) if element and isinstance(item, dict) else item
                 for i, item in enumerate(value)
             ]
         elif info.annotation == dict[str, str] and isinstance(value, dict):
@@ -223,7 +229,7 @@ def _walk(section: type[Section], tree: dict[Any, Any], prefix: str, loaded: Loa
             clean[name] = _as_text(value) if takes_text(info.annotation) else value
             # pydantic would take `true` for the number 1.
             if isinstance(value, bool) and {int, float}.intersection(options(info.annotation)):
-                raise _wrong(key, value, info, loaded)
+                raise _wrong(key, value, info, origins)
     return clean
 
 
@@ -232,16 +238,16 @@ def _as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-def _wrong(key: str, value: Any, info: FieldInfo, loaded: Loaded) -> ConfigError:
-    return ConfigError(f"{_given(key, value, loaded)}: expected {expected(info.annotation, info.metadata)}")
+def _wrong(key: str, value: Any, info: FieldInfo, origins: Origins) -> ConfigError:
+    return ConfigError(f"{_given(key, value, origins)}: expected {expected(info.annotation, info.metadata)}")
 
 
-def _given(key: str, value: Any, loaded: Loaded) -> str:
-    origin = loaded.origin(key)
+def _given(key: str, value: Any, origins: Origins) -> str:
+    origin = origins.of(key)
     return f"{key} is {value!r}" + ("" if origin == DEFAULT else f" ({origin})")
 
 
-def _validate(tree: dict[str, Any], loaded: Loaded) -> Config:
+def _validate(tree: dict[str, Any], origins: Origins) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as e:
@@ -251,12 +257,12 @@ def _validate(tree: dict[str, Any], loaded: Loaded) -> Config:
         info = _field_info(first["loc"])
         if first["type"] == "missing":
             about = f": {info.description}" if info and info.description else ""
-            where = f" in {loaded.path}" if loaded.path else ""
+            where = f" in {origins.path}" if origins.path else ""
             message = f"{key} is not set{where} and has no default{about}"
         elif info is not None:
-            message = str(_wrong(key, first["input"], info, loaded))
+            message = str(_wrong(key, first["input"], info, origins))
         else:
-            message = f"{_given(key, first['input'], loaded)}: {first['msg']}"
+            message = f"{_given(key, first['input'], origins)}: {first['msg']}"
         more = f" (and {len(errors) - 1} more such errors)" if len(errors) > 1 else ""
         raise ConfigError(message + more) from e
 

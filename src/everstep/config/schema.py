@@ -24,16 +24,12 @@ class ModelConfig(Section):
     )
     init: Literal["pretrained", "random"] = Field(
         "pretrained",
-        description="`pretrained` loads weights from model.path; `random` trains from scratch "
-        "(config.json only).",
+        description="`pretrained` loads weights from model.path; `random` trains from scratch (config.json only).",
     )
-    tokenizer: str | None = Field(
-        None, description="Directory, file or hub id of the tokenizer; default: model.path."
-    )
+    tokenizer: str | None = Field(None, description="Directory, file or hub id of the tokenizer; default: model.path.")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="Type of parameters and activations. bfloat16 keeps float32 master weights and "
-        "reduces gradients in float32.",
+        description="Type of parameters and activations. bfloat16 keeps float32 master weights and reduces gradients in float32.",
     )
 
 
@@ -56,8 +52,7 @@ class LayoutConfig(Section):
 class EngineConfig(Section):
     distributed_optimizer: bool = Field(
         True,
-        description="Shard optimizer state over the inner data-parallel ranks (Megatron's distributed "
-        "optimizer).",
+        description="Shard optimizer state over the inner data-parallel ranks (Megatron's distributed optimizer).",
     )
     recompute: Literal["none", "full"] = Field(
         "none",
@@ -65,8 +60,7 @@ class EngineConfig(Section):
     )
     deterministic: bool = Field(
         True,
-        description="Deterministic kernels: the same seed and layout give bitwise the same weights "
-        "(slower on GPU).",
+        description="Deterministic kernels: the same seed and layout give bitwise the same weights (slower on GPU).",
     )
 
 
@@ -100,8 +94,7 @@ class OptimizerConfig(Section):
 
 class DataConfig(Section):
     source: str = Field(
-        description="Training data: a .parquet file, `reasoning_gym:TASK`, or `module:function` "
-        "returning a list of records.",
+        description="Training data: a .parquet file, `reasoning_gym:TASK`, or `module:function` returning a list of records.",
     )
     source_args: dict[str, Any] = Field(
         default_factory=dict,
@@ -126,8 +119,7 @@ class DataConfig(Section):
     max_tokens: int = Field(1024, ge=2, description="Longest training sequence in tokens (SFT).")
     too_long: Literal["error", "drop", "truncate"] = Field(
         "error",
-        description="A record longer than its limit: stop before training, leave it out (reported), or "
-        "cut it on the left.",
+        description="A record longer than its limit: stop before training, leave it out (reported), or cut it on the left.",
     )
 
 
@@ -164,8 +156,7 @@ class RlConfig(Section):
     )
     advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(
         "grpo",
-        description="Advantage estimator: GRPO (group mean and std), Dr.GRPO (group mean only), RLOO "
-        "(leave-one-out mean).",
+        description="Advantage estimator: GRPO (group mean and std), Dr.GRPO (group mean only), RLOO (leave-one-out mean).",
     )
     advantage_eps: float = Field(
         1e-6,
@@ -195,8 +186,7 @@ class RlConfig(Section):
     eval_every: int = Field(
         0,
         ge=0,
-        description="Iterations between evaluations on data.eval_source; 0: only before the first and "
-        "after the last.",
+        description="Iterations between evaluations on data.eval_source; 0: only before the first and after the last.",
     )
 
 
@@ -232,8 +222,7 @@ class TrainConfig(Section):
     verify_every: int = Field(
         0,
         ge=0,
-        description="Commits between comparisons of all replicas' state hashes; 0: only at the end of "
-        "the run.",
+        description="Commits between comparisons of all replicas' state hashes; 0: only at the end of the run.",
     )
 
 
@@ -256,9 +245,7 @@ class RecoveryConfig(Section):
         True,
         description="false: the same loop without links; the death of a rank ends the run.",
     )
-    mode: Literal["retry"] = Field(
-        "retry", description="After a death survivors void the step and recompute all of it together."
-    )
+    mode: Literal["retry"] = Field("retry", description="After a death survivors void the step and recompute all of it together.")
     min_replicas: int = Field(
         1,
         ge=1,
@@ -268,8 +255,7 @@ class RecoveryConfig(Section):
     silence_s: float = Field(
         30.0,
         gt=0,
-        description="A rank that says nothing for this long (frozen process, lost node) is killed and "
-        "replaced.",
+        description="A rank that says nothing for this long (frozen process, lost node) is killed and replaced.",
     )
     step_timeout_s: float = Field(
         600.0,
@@ -309,8 +295,7 @@ class TelemetryConfig(Section):
     tensorboard: bool = Field(True, description="Write metrics for TensorBoard to RUN/tensorboard.")
     progress: Literal["auto", "rich", "plain", "off"] = Field(
         "auto",
-        description="Progress display: `rich` live table, `plain` one line per step; auto: rich on a "
-        "terminal.",
+        description="Progress display: `rich` live table, `plain` one line per step; auto: rich on a terminal.",
     )
     show_completions: int = Field(1, ge=0, description="Completions printed per RL iteration.")
 
@@ -318,8 +303,7 @@ class TelemetryConfig(Section):
 class RayConfig(Section):
     address: str | None = Field(
         None,
-        description="Address of a running Ray cluster (`auto`, `HOST:PORT`); default: start one for "
-        "this run.",
+        description="Address of a running Ray cluster (`auto`, `HOST:PORT`); default: start one for this run.",
     )
     start_timeout_s: float = Field(
         180.0,
@@ -345,20 +329,17 @@ class Config(Section):
     )
     launcher: Literal["auto", "ray", "local"] = Field(
         "auto",
-        description="`ray`: controller and actors; `local`: torchrun, one replica; auto: local under "
-        "torchrun, else ray.",
+        description="`ray`: controller and actors; `local`: torchrun, one replica; auto: local under torchrun, else ray.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if a device is present.")
     seed: int = Field(0, ge=0, description="Seed of data order, initialisation, dropout and sampling.")
     resume: str = Field(
         "never",
-        description="`never`, `auto` (newest complete checkpoint, if any), `must`, a checkpoint folder, "
-        "or a step number.",
+        description="`never`, `auto` (newest complete checkpoint, if any), `must`, a checkpoint folder, or a step number.",
     )
     env: dict[str, str] = Field(
         default_factory=dict,
-        description="Environment variables for every rank and spare (NCCL settings, ...); reserved "
-        "names are refused.",
+        description="Environment variables for every rank and spare (NCCL settings, ...); reserved names are refused.",
     )
     model: ModelConfig
     layout: LayoutConfig = LayoutConfig()

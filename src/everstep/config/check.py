@@ -1,0 +1,261 @@
+"""Combinations that cannot work, refused before any process starts. Each refusal names the keys to change.
+
+:func:`check_plan` costs milliseconds and imports neither torch nor transformers; :func:`check` also reads the data,
+resolves the reward, and fetches the model. What a file or an override holds by itself is checked by ``load.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from everstep.config import derive
+from everstep.config.schema import Config
+from everstep.engine.source import ModelShape, describe
+from everstep.errors import BadInput, ConfigError
+from everstep.layout import Layout
+
+#: Set by the launcher for each rank; a user's value would put ranks in each other's place.
+RESERVED_ENV = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"),
+}
+RESERVED_ENV_PREFIXES = ("EVERSTEP_", "TORCHELASTIC_")
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def check(config: Config, environ: Mapping[str, str] = os.environ) -> derive.Sizes:
+    """Everything that can be known to fail before a process is started. ``BadInput``; fetches the model if need be."""
+    sizes = check_plan(config, environ)
+    from everstep import data
+    from everstep.engine.source import resolve
+
+    resolve(config.model)
+    data.check(config)
+    return sizes
+
+
+def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> derive.Sizes:
+    """What ``everstep plan`` refuses, cheapest first. Returns the derived sizes."""
+    _check_environment(config)
+    _check_recovery(config)
+    sizes = derive.sizes(config)
+    _check_launcher(config, sizes.layout, environ)
+    _check_schedule(config, sizes)
+    _check_recipe(config)
+    _check_faults(config, sizes)
+    check_model(describe(config.model), sizes.layout, config.model.path)
+    _check_data_files(config)
+    _check_functions(config)
+    return sizes
+
+
+# ---------------------------------------- layout and model
+
+
+def check_model(shape: ModelShape, layout: Layout, path: str) -> None:
+    """Whether ``shape`` can be cut as ``layout`` says. ``ConfigError``."""
+    if shape.architecture not in ARCHITECTURES:
+        raise ConfigError(f"model.path={path} is a {shape.architecture}; this version trains {', '.join(ARCHITECTURES)}")
+    for count, name in (
+        (shape.heads, "attention heads"),
+        (shape.kv_heads, "key-value heads"),
+        (shape.ffn, "channels in its feed-forward layer"),
+    ):
+        if count % layout.tp:
+            fits = [n for n in range(1, shape.kv_heads + 1) if not (shape.heads % n or shape.kv_heads % n or shape.ffn % n)]
+            raise ConfigError(
+                f"layout.tp={layout.tp} does not divide the {count} {name} of model.path={path}; layout.tp can be {_or(fits)}"
+            )
+    if shape.layers % layout.pp:
+        fits = [n for n in range(1, shape.layers + 1) if shape.layers % n == 0]
+        raise ConfigError(
+            f"layout.pp={layout.pp} does not divide the {shape.layers} layers of model.path={path} "
+            f"(stages of unequal size are not supported); layout.pp can be {_or(fits)}"
+        )
+
+
+def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) -> None:
+    if derive.launcher(config, environ) == "local":
+        how = "launcher=local" if config.launcher == "local" else "launcher=auto under torchrun (local)"
+        if layout.replicas > 1:
+            raise ConfigError(
+                f"{how} runs one replica, but layout.replicas={layout.replicas}; use launcher=ray, or layout.replicas=1"
+            )
+        if layout.spares:
+            raise ConfigError(
+                f"{how} has no place for layout.spares={layout.spares}: torchrun restarts processes itself; "
+                "use launcher=ray, or layout.spares=0"
+            )
+        if derive.under_torchrun(environ):
+            started = int(environ.get("WORLD_SIZE", "1"))
+            if started != layout.ranks_per_replica:
+                raise ConfigError(
+                    f"torchrun started {started} processes, but layout.tp*layout.pp*layout.dp="
+                    f"{layout.tp}*{layout.pp}*{layout.dp}={layout.ranks_per_replica}; "
+                    f"start it with --nproc_per_node {layout.ranks_per_replica}, or change the layout"
+                )
+        elif config.local.port:
+            _check_port(config.local.port)
+    elif config.launcher == "ray" and derive.under_torchrun(environ) and int(environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "launcher=ray under torchrun would start a controller in every process; "
+            "start it without torchrun, or use launcher=local"
+        )
+    if derive.device(config, environ) == "cuda" and not config.ray.address:
+        present = derive.cuda_devices(environ)
+        if layout.devices > present:
+            raise ConfigError(
+                f"the layout needs {layout.devices} devices ({layout.replicas} replicas of {layout.ranks_per_replica} "
+                f"ranks and {layout.spares} spares), this machine has {present}: lower layout.replicas, layout.spares, "
+                "layout.tp, layout.pp or layout.dp, set device=cpu, or give the address of a cluster as ray.address"
+            )
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+        try:
+            probe.bind(("", port))
+        except OSError as e:
+            raise BadInput(
+                f"local.port={port} cannot be used on this machine: {e.strerror}; choose another, or 0 for a free one"
+            ) from e
+
+
+# ---------------------------------------- recovery
+
+
+def _check_recovery(config: Config) -> None:
+    layout, recovery = config.layout, config.recovery
+    if layout.spares and not recovery.enabled:
+        raise ConfigError(
+            f"layout.spares={layout.spares} wait for deaths that recovery.enabled=false does not survive; set one of the two"
+        )
+    if layout.spares and layout.replicas == 1:
+        raise ConfigError(
+            f"layout.spares={layout.spares} with layout.replicas=1: a spare heals from the same rank of another "
+            "replica; use layout.replicas=2 or more, or layout.spares=0"
+        )
+    if recovery.min_replicas > layout.replicas:
+        raise ConfigError(
+            f"recovery.min_replicas={recovery.min_replicas} is more than layout.replicas={layout.replicas}; "
+            "the run could never start"
+        )
+    if recovery.silence_s <= recovery.heartbeat_s:
+        raise ConfigError(
+            f"recovery.silence_s={recovery.silence_s} is not longer than recovery.heartbeat_s={recovery.heartbeat_s}; "
+            "every rank would be taken for dead"
+        )
+
+
+def _check_faults(config: Config, sizes: derive.Sizes) -> None:
+    layout = sizes.layout
+    for i, fault in enumerate(config.faults):
+        if fault.replica >= layout.replicas:
+            raise ConfigError(
+                f"faults.{i}.replica={fault.replica} does not exist; layout.replicas={layout.replicas}, counted from 0"
+            )
+        if fault.rank >= layout.ranks_per_replica:
+            raise ConfigError(
+                f"faults.{i}.rank={fault.rank} does not exist; a replica has {layout.ranks_per_replica} ranks, counted from 0"
+            )
+        if fault.step > sizes.total_steps:
+            raise ConfigError(f"faults.{i}.step={fault.step} never comes; the run has {sizes.total_steps} steps")
+
+
+# ---------------------------------------- recipe
+
+
+def _check_recipe(config: Config) -> None:
+    if config.recipe != "grpo":
+        return
+    rl, warmup = config.rl, config.warmup
+    if config.data.format != "prompt":
+        raise ConfigError(f"recipe=grpo generates from prompts: set data.format=prompt (it is {config.data.format})")
+    if rl.samples_per_prompt < 2:
+        raise ConfigError(
+            f"rl.samples_per_prompt={rl.samples_per_prompt}: rl.advantage={rl.advantage} compares the completions of "
+            "one prompt, and needs at least 2"
+        )
+    if warmup.steps and not warmup.source:
+        raise ConfigError(f"warmup.steps={warmup.steps} needs data: set warmup.source, or warmup.steps=0")
+    if rl.eval_every and not config.data.eval_source:
+        raise ConfigError(f"rl.eval_every={rl.eval_every} needs held-out data: set data.eval_source, or rl.eval_every=0")
+
+
+def _check_schedule(config: Config, sizes: derive.Sizes) -> None:
+    optimizer = config.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        raise ConfigError(
+            f"optimizer.min_lr={optimizer.min_lr} is greater than optimizer.lr={optimizer.lr}, its peak; change one"
+        )
+    if optimizer.schedule == "constant":
+        return
+    decay = optimizer.decay_steps or sizes.main.steps
+    if optimizer.warmup_steps >= decay:
+        what = f"optimizer.decay_steps={decay}" if optimizer.decay_steps else f"the {decay} steps of the run"
+        raise ConfigError(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves no step to decay in before {what}; "
+            "lower it, or set optimizer.schedule=constant"
+        )
+
+
+# ---------------------------------------- data, functions, environment
+
+
+def _sources(config: Config) -> list[tuple[str, str]]:
+    """(key, value) of every data source that this recipe reads."""
+    found = [("data.source", config.data.source)]
+    if config.data.eval_source:
+        found.append(("data.eval_source", config.data.eval_source))
+    if config.recipe == "grpo" and config.warmup.steps and config.warmup.source:
+        found.append(("warmup.source", config.warmup.source))
+    return found
+
+
+def _check_data_files(config: Config) -> None:
+    for key, spec in _sources(config):
+        kind, colon, _ = spec.partition(":")
+        if colon and "/" not in kind:
+            continue  # reasoning_gym:TASK or module:function
+        path = Path(spec).expanduser()
+        if not path.is_file():
+            what = "is a folder" if path.is_dir() else "does not exist"
+            raise BadInput(
+                f"{key}={spec} {what} ({path.absolute()}); give a .parquet file, reasoning_gym:TASK or module:function"
+            )
+        try:
+            with path.open("rb") as file:
+                head = file.read(4)
+                file.seek(-4, os.SEEK_END)
+                tail = file.read(4)
+        except OSError as e:
+            head, tail = b"", (e.strerror or "").encode()
+        if (head, tail) != (b"PAR1", b"PAR1"):
+            raise BadInput(f"{key}={spec} is not a parquet file; convert it, or name a module:function that reads it")
+
+
+def _check_functions(config: Config) -> None:
+    from everstep.data.functions import load_function
+
+    for key, spec in _sources(config):
+        if ":" in spec and "/" not in spec and not spec.startswith("reasoning_gym:"):
+            load_function(spec, key)
+    if config.recipe == "grpo" and config.reward.function and ":" in config.reward.function:
+        load_function(config.reward.function, "reward.function")
+
+
+def _check_environment(config: Config) -> None:
+    for name in config.env:
+        if name in RESERVED_ENV or name.startswith(RESERVED_ENV_PREFIXES):
+            raise ConfigError(f"env.{name} is set by the launcher for each rank; remove it")
+        if not name or "=" in name or "\0" in name + config.env[name]:
+            raise ConfigError(f"env.{name} is not a name that an environment variable can have")
+
+
+def _or(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:-1])) + (" or " if numbers[:-1] else "") + str(numbers[-1])

@@ -1,0 +1,180 @@
+"""Sizes that follow from the configuration: batch arithmetic, steps, ranks, launcher, device.
+
+Pure, but for :func:`launcher` and :func:`device`, which look at the environment and the machine. A size that does not
+come out whole is a :class:`ConfigError` naming the keys to change.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from everstep.config.schema import Config
+from everstep.errors import ConfigError
+from everstep.layout import Layout
+
+
+def layout(config: Config) -> Layout:
+    """The ranks that the configuration asks for."""
+    sizes = config.layout
+    return Layout(replicas=sizes.replicas, spares=sizes.spares, tp=sizes.tp, pp=sizes.pp, dp=sizes.dp)
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """Batch arithmetic of one kind of optimizer step.
+
+    A slot is what one replica runs at a time: one micro-batch for each inner data-parallel rank. Slots are what
+    replicas share out; with ``slots`` not divisible by the replicas, the first ones take one more.
+    """
+
+    samples_per_step: int
+    samples_per_slot: int
+    slots: int
+    slots_per_replica: tuple[int, ...]
+    max_tokens: int  # of one sample
+    steps: int
+
+    @property
+    def samples_per_replica(self) -> tuple[int, ...]:
+        return tuple(slots * self.samples_per_slot for slots in self.slots_per_replica)
+
+    @property
+    def max_tokens_per_step(self) -> int:
+        """Tokens of a step if every sample has the greatest length allowed."""
+        return self.samples_per_step * self.max_tokens
+
+
+def step_sizes(config: Config, samples_key: str, samples: int, max_tokens: int, steps: int) -> StepSizes:
+    """Cut ``samples`` of one step into slots. ``samples_key`` is what the user would change, for the errors."""
+    micro, dp, replicas = config.train.micro_batch_size, config.layout.dp, config.layout.replicas
+    per_slot = micro * dp
+    if samples % per_slot:
+        nearest = max(per_slot, round(samples / per_slot) * per_slot)
+        raise ConfigError(
+            f"{samples_key}={samples} cannot be cut into micro-batches: it must be a multiple of "
+            f"train.micro_batch_size*layout.dp={micro}*{dp}={per_slot} (say {nearest})"
+        )
+    slots = samples // per_slot
+    if slots < replicas:
+        raise ConfigError(
+            f"{samples_key}={samples} gives {slots} slot{'s' * (slots != 1)} of {per_slot} samples "
+            f"(train.micro_batch_size*layout.dp), too few for layout.replicas={replicas}: "
+            f"raise it to {replicas * per_slot}, or lower train.micro_batch_size or layout.replicas"
+        )
+    base, more = divmod(slots, replicas)
+    shares = tuple(base + (replica < more) for replica in range(replicas))
+    return StepSizes(samples, per_slot, slots, shares, max_tokens, steps)
+
+
+@dataclass(frozen=True)
+class RlSizes:
+    """One RL iteration: rollout, then ``updates`` optimizer steps."""
+
+    samples_per_iteration: int
+    updates_per_iteration: int
+    iterations: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Everything derived. ``main`` is the recipe's own step, ``warmup`` that of the SFT phase before RL, if any."""
+
+    layout: Layout
+    main: StepSizes
+    warmup: StepSizes | None
+    rl: RlSizes | None
+
+    @property
+    def total_steps(self) -> int:
+        return self.main.steps + (self.warmup.steps if self.warmup else 0)
+
+
+def sizes(config: Config) -> Sizes:
+    """All derived sizes. ``ConfigError`` if the batch arithmetic does not come out."""
+    if config.recipe == "sft":
+        main = step_sizes(config, "sft.samples_per_step", config.sft.samples_per_step, config.data.max_tokens, config.sft.steps)
+        return Sizes(layout(config), main, None, None)
+
+    rl, warm = config.rl, config.warmup
+    samples = rl.prompts_per_step * rl.samples_per_prompt
+    product = f"rl.prompts_per_step*rl.samples_per_prompt={rl.prompts_per_step}*{rl.samples_per_prompt}={samples}"
+    if samples % rl.updates_per_pass:
+        raise ConfigError(f"rl.updates_per_pass={rl.updates_per_pass} does not divide {product}; change one of them")
+    updates = rl.passes * rl.updates_per_pass
+    main = step_sizes(
+        config,
+        "rl.prompts_per_step*rl.samples_per_prompt" + ("/rl.updates_per_pass" if rl.updates_per_pass > 1 else ""),
+        samples // rl.updates_per_pass,
+        config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        rl.iterations * updates,
+    )
+    warmup = None
+    if warm.steps:
+        warmup = step_sizes(config, "warmup.samples_per_step", warm.samples_per_step, config.data.max_tokens, warm.steps)
+    return Sizes(layout(config), main, warmup, RlSizes(samples, updates, rl.iterations))
+
+
+# ---------------------------------------- what depends on where we are
+
+
+def launcher(config: Config, environ: Mapping[str, str] = os.environ) -> Literal["ray", "local"]:
+    """``auto`` is ``local`` in a process that torchrun started, and ``ray`` elsewhere."""
+    if config.launcher == "auto":
+        return "local" if under_torchrun(environ) else "ray"
+    return config.launcher
+
+
+def under_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in environ
+
+
+def device(config: Config, environ: Mapping[str, str] = os.environ) -> Literal["cpu", "cuda"]:
+    """``auto`` is ``cuda`` if this machine has a device that torch can use."""
+    if config.device == "auto":
+        return "cuda" if cuda_devices(environ) else "cpu"
+    return config.device
+
+
+def cuda_devices(environ: Mapping[str, str] = os.environ) -> int:
+    """CUDA devices of this machine that are visible to us, counted without importing torch or touching a device."""
+    if not _torch_has_cuda():
+        return 0
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return 0  # no driver
+    try:
+        present: int = pynvml.nvmlDeviceGetCount()
+    finally:
+        pynvml.nvmlShutdown()
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    # CUDA ignores what comes after the first entry that is no device.
+    count = 0
+    for entry in (part.strip() for part in visible.split(",")):
+        if not entry or entry == "-1" or (entry.isdecimal() and int(entry) >= present):
+            break
+        count += 1
+    return count
+
+
+def _torch_has_cuda() -> bool:
+    """Whether torch was built with CUDA; its version.py says so, and imports nothing."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    version = importlib.util.spec_from_file_location("_torch_version", Path(spec.origin).with_name("version.py"))
+    if version is None or version.loader is None:
+        return False
+    module = importlib.util.module_from_spec(version)
+    version.loader.exec_module(module)
+    return getattr(module, "cuda", None) is not None

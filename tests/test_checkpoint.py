@@ -343,7 +343,10 @@ def test_auto_takes_the_newest_undamaged_and_says_why_not_the_others(tmp_path: P
 def test_going_back_to_a_step_leaves_the_abandoned_future_out_of_sight(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
+    (tmp_path / "alias").symlink_to(tmp_path)
+    by_path = choose(tmp_path, str(tmp_path / "alias/step-000001/"))
     chosen = choose(tmp_path, "1")
+    assert [p for p, _ in by_path.skipped] == [p for p, _ in chosen.skipped]
     assert chosen.step == 1 and [p.name for p, _ in chosen.skipped] == ["step-000003", "step-000002"]
     adopt(tmp_path, chosen)
     assert choose(tmp_path, "auto").step == 1, "a crash right after must not return to step 3"

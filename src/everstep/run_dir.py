@@ -19,7 +19,16 @@ from everstep.config.schema import Config
 from everstep.errors import BadInput
 
 #: Everything a run makes directly inside its folder.
-OWN_ENTRIES = ("configs", "checkpoints", "logs", "events", "tensorboard", "report", "metrics.jsonl")
+OWN_ENTRIES = (
+    "configs",
+    "checkpoints",
+    "commits.log",
+    "logs",
+    "events",
+    "tensorboard",
+    "report",
+    "metrics.jsonl",
+)
 _ATTEMPT = re.compile(r"attempt-(\d+)")
 
 

@@ -76,7 +76,7 @@ def choose(checkpoints: Path, resume: str) -> Chosen:
     newer = [
         (path, f"newer than step {step}, which was asked for")
         for path in checkpoint_folders(checkpoints)
-        if folder.parent == checkpoints and (step_of(path) or 0) > step
+        if _lies_in(folder, checkpoints) and (step_of(path) or 0) > step
     ]
     return Chosen(resume, folder, step, newer)
 
@@ -89,11 +89,9 @@ def adopt(checkpoints: Path, chosen: Chosen) -> list[Path]:
     """
     moved: list[Path] = []
     with storage_errors("preparing", checkpoints):
-        if chosen.path is not None and chosen.path.parent == checkpoints:
+        if chosen.path is not None and _lies_in(chosen.path, checkpoints):
             set_pointer(chosen.path)
         for path, _ in chosen.skipped:
-            if path.parent != checkpoints:
-                continue
             aside = checkpoints / "set-aside"
             aside.mkdir(exist_ok=True)
             target = free_name(aside / path.name)
@@ -102,6 +100,10 @@ def adopt(checkpoints: Path, chosen: Chosen) -> list[Path]:
         for partial in checkpoints.glob(f"step-*{PARTIAL}"):
             remove_folder(partial)
     return moved
+
+
+def _lies_in(folder: Path, checkpoints: Path) -> bool:
+    return folder.resolve().parent == checkpoints.resolve()
 
 
 def _newest_good(checkpoints: Path, resume: str) -> Chosen:

@@ -10,8 +10,8 @@ Legend: B samples, T token columns. A batch holds
     weight_versions  B ints: the committed step of the weights that made the sample, -1 if no model made it.
 
 Operations never change a batch; they return a new one, which may share memory with the old one (``slice``,
-``chunk``) or not (``select``, ``pad_to``). A batch that came out of Ray's object store lies in read-only
-shared memory: ``clone()`` it before writing into its tensors.
+``chunk``) or not (``select``, ``pad_to``). A batch that came out of Ray's object store lies in memory
+that other processes read too (84 MB arrive in 2 ms): ``clone()`` it before writing into its tensors.
 """
 
 from __future__ import annotations
@@ -69,9 +69,7 @@ class TrainingBatch:
 
         if len(set(self.sample_ids)) != count:
             doubled = [sid for sid, n in Counter(self.sample_ids).items() if n > 1]
-            raise BatchError(
-                "sample_ids", f"ids must be unique; {len(doubled)} occur more than once: {doubled[:3]}"
-            )
+            raise BatchError("sample_ids", f"ids must be unique; {len(doubled)} occur more than once: {doubled[:3]}")
         if len(self.weight_versions) != count:
             raise BatchError("weight_versions", f"{len(self.weight_versions)} entries for {count} samples")
         for name, values in self.columns.items():
@@ -82,13 +80,9 @@ class TrainingBatch:
         width_of: tuple[str, int] | None = None
         for name, tensor in self.tensors.items():
             if not isinstance(tensor, Tensor):
-                raise BatchError(
-                    name, f"is a {type(tensor).__name__}, not a tensor; Python values belong in columns"
-                )
+                raise BatchError(name, f"is a {type(tensor).__name__}, not a tensor; Python values belong in columns")
             if tensor.dim() == 0 or tensor.shape[0] != count:
-                raise BatchError(
-                    name, f"shape {tuple(tensor.shape)}, but the first dimension must be {count} (samples)"
-                )
+                raise BatchError(name, f"shape {tuple(tensor.shape)}, but the first dimension must be {count} (samples)")
             if tensor.dim() >= 2:
                 if width_of is None:
                     width_of = (name, tensor.shape[1])
@@ -231,9 +225,7 @@ class TrainingBatch:
                     raise BatchError(name, f"concat: {_describe(a)} does not go with {_describe(b)}")
         width = max(batch.width for batch in parts)
         return TrainingBatch(
-            tensors={
-                n: torch.cat([_padded(batch.tensors[n], width) for batch in parts]) for n in first.tensors
-            },
+            tensors={n: torch.cat([_padded(batch.tensors[n], width) for batch in parts]) for n in first.tensors},
             columns={n: [v for batch in parts for v in batch.columns[n]] for n in first.columns},
             sample_ids=[sid for batch in parts for sid in batch.sample_ids],
             weight_versions=[v for batch in parts for v in batch._versions],
@@ -244,9 +236,7 @@ class TrainingBatch:
     def pad_to(self, width: int) -> TrainingBatch:
         """Right-pad every token tensor with zeros to ``width`` columns; BatchError if it is wider already."""
         if width < self.width:
-            raise BatchError(
-                "pad_to", f"{self.width} token columns do not fit into {width}; nothing is cut silently"
-            )
+            raise BatchError("pad_to", f"{self.width} token columns do not fit into {width}; nothing is cut silently")
         return self._with(tensors={n: _padded(t, width) for n, t in self.tensors.items()})
 
     def trim(self) -> TrainingBatch:
@@ -273,9 +263,7 @@ class TrainingBatch:
         """Keep just these tensors and columns (ids and versions stay), so that nothing travels unneeded."""
         missing = [name for name in names if name not in self.tensors and name not in self.columns]
         if missing:
-            raise BatchError(
-                missing[0], f"only: there are tensors {sorted(self.tensors)}, columns {sorted(self.columns)}"
-            )
+            raise BatchError(missing[0], f"only: there are tensors {sorted(self.tensors)}, columns {sorted(self.columns)}")
         return self._with(
             tensors={n: t for n, t in self.tensors.items() if n in names},
             columns={n: c for n, c in self.columns.items() if n in names},
@@ -360,6 +348,4 @@ def _unpack_batch(
     weight_versions: list[int],
 ) -> TrainingBatch:
     tensors = {name: _unpack(array, dtype) for name, (array, dtype) in packed.items()}
-    return TrainingBatch(
-        tensors=tensors, columns=columns, sample_ids=sample_ids, weight_versions=weight_versions
-    )
+    return TrainingBatch(tensors=tensors, columns=columns, sample_ids=sample_ids, weight_versions=weight_versions)

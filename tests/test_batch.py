@@ -195,9 +195,7 @@ def test_operations_never_change_the_original() -> None:
             "only some batches",
         ),
         (
-            lambda: TrainingBatch.concat(
-                [make([1]), make([2], prefix="1").with_tensors(reward=torch.zeros(1).double())]
-            ),
+            lambda: TrainingBatch.concat([make([1]), make([2], prefix="1").with_tensors(reward=torch.zeros(1).double())]),
             "reward",
             "float64",
         ),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import time
 import traceback
 from collections.abc import Callable
@@ -40,12 +41,14 @@ def _context() -> Any:
     return context
 
 
-def join_world(rank: int, ranks: int, name: str = "world", timeout_s: float = 60.0) -> None:
-    """Form the gloo world ``name`` from inside a process of ``run_ranks``; each name can be used once."""
+def join_world(
+    rank: int, ranks: int, name: str = "world", timeout_s: float = 60.0, backend: str = "gloo"
+) -> None:
+    """Form the gloo (or nccl) world ``name`` from inside a process of ``run_ranks``; each name can be used once."""
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore("127.0.0.1", int(os.environ[_PORT]), is_master=False, timeout=timeout)
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=ranks, timeout=timeout
+        backend, store=dist.PrefixStore(name, store), rank=rank, world_size=ranks, timeout=timeout
     )
 
 
@@ -60,9 +63,10 @@ def _child(
         if join:
             join_world(rank, ranks)
         result = function(rank, *args)
-        pipe.send(("result", result))
+        # Plain pickle: multiprocessing's own would share tensors through file descriptors that end with this process.
+        pipe.send_bytes(pickle.dumps(("result", result)))
     except BaseException:
-        pipe.send(("error", traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
     # Leave without the interpreter's shutdown: groups of a broken world may wait in their destructors.
     pipe.close()
     os._exit(0)
@@ -102,7 +106,7 @@ def run_ranks(
             for pipe in wait(list(pipes), timeout=left):
                 rank = pipes.pop(pipe)  # type: ignore[call-overload]
                 try:
-                    kind, value = pipe.recv()  # type: ignore[union-attr]
+                    kind, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except EOFError:
                     if rank not in may_die:
                         processes[rank].join(5)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import traceback
 from types import TracebackType
 
@@ -52,29 +53,35 @@ def close_groups() -> None:
     """Drop every process group of this process, the replica's world included. Talks to nobody, so safe after a death.
 
     Gloo closes its sockets when the last reference to a group goes, and closed sockets are how the other ranks learn
-    of a death; so the caller must have dropped its own references (models, optimizers, tracebacks) before. NCCL
-    communicators are aborted concurrently: one after the other can hang, because freeing an idle one waits for the
-    kernel that spins in the broken one.
+    of a death; so the caller must have dropped its own references (models, optimizers, tracebacks) before.
     """
     # Its lru_cache keeps modules, and through them groups, alive.
     RotaryEmbedding.forward.cache_clear()
     mpu.destroy_model_parallel()
     if dist.is_initialized():
-        if dist.get_backend() == "nccl":
-            _abort_all()
+        abort_groups()
         dist.destroy_process_group()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def _abort_all() -> None:
-    groups = list(dist.distributed_c10d._world.pg_map)
-    threads = [threading.Thread(target=group.abort, daemon=True) for group in groups]
+def abort_groups() -> None:
+    """Abort all NCCL communicators of this process, from any thread; nothing on gloo.
+
+    Concurrently: one after the other can hang, because freeing an idle communicator waits for the kernel that spins
+    in the broken one.
+    """
+    if not dist.is_initialized() or dist.get_backend() != "nccl":
+        return
+    threads = [
+        threading.Thread(target=group.abort, daemon=True) for group in list(dist.distributed_c10d._world.pg_map)
+    ]
     for thread in threads:
         thread.start()
+    deadline = time.monotonic() + ABORT_TIMEOUT_S
     for thread in threads:
-        thread.join(timeout=ABORT_TIMEOUT_S)
+        thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
 
 def broken_replica(error: BaseException) -> ReplicaBroken | None:

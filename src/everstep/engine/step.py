@@ -29,7 +29,7 @@ from torch import Tensor
 
 from everstep.engine import cpu, hf
 from everstep.engine import state as rank_state
-from everstep.engine.groups import broken_replica, close_groups, forget_frames, open_groups
+from everstep.engine.groups import abort_groups, broken_replica, close_groups, forget_frames, open_groups
 from everstep.engine.loss import LossFn, pack_sums
 from everstep.engine.model import (
     bare,
@@ -42,7 +42,7 @@ from everstep.engine.model import (
 )
 from everstep.engine.source import ModelSource, weights
 from everstep.engine.vocab import token_logprobs
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, ReplicaBroken
 
 if TYPE_CHECKING:
     from everstep.cluster.batch import TrainingBatch
@@ -61,7 +61,10 @@ def _inside(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate
         self._must_be_open()
         try:
             with cpu.redirected():
-                return method(self, *args, **kwargs)
+                result = method(self, *args, **kwargs)
+            if self._aborted:  # NCCL work reports success after an abort
+                raise ReplicaBroken("the replica's groups were aborted")
+            return result
         except Exception as error:
             broken = broken_replica(error)
             if broken is None:
@@ -86,7 +89,7 @@ class Engine:
         self.arch = read_architecture(hf_config)
         check_layout(self.arch, layout)
         self._table = hf.pieces(self.arch, layout.tp, layout.pp)
-        self._closed = False
+        self._closed = self._aborted = False
         if device.type == "cuda":
             torch.cuda.set_device(device)
         _set_determinism(config.engine.deterministic, device)
@@ -316,6 +319,15 @@ class Engine:
     def state_hash(self) -> str:
         """SHA-256 over ``state()`` and ``state_scalars()`` of this rank. Equal positions of replicas must agree."""
         return rank_state.hash_state(self.state(), self.state_scalars())
+
+    def abort(self) -> None:
+        """For another thread, once a peer is dead: end the collectives in which the engine's thread waits.
+
+        The waiting method raises ReplicaBroken, and ``close`` is then safe. Only NCCL needs and has this; on gloo a
+        wait ends when the neighbours close their sockets.
+        """
+        self._aborted = True
+        abort_groups()
 
     def close(self) -> None:
         """Drop the model and every process group of the replica, its world included. Idempotent; talks to nobody.

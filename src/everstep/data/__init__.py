@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from everstep.data.order import SampleRef, SampleStream, pass_order
-from everstep.data.prepare import Dataset, Dropped, Tokens, encode_chat, encode_prompt, prepare_prompts, prepare_sft
 from everstep.data.source import load_records
 from everstep.errors import BadInput, ConfigError
 
 if TYPE_CHECKING:
     from everstep.config.schema import Config
+    from everstep.data.prepare import Dataset, Dropped, Tokens, encode_chat, encode_prompt, prepare_prompts, prepare_sft
 
 __all__ = [
     "Dataset",
@@ -32,6 +32,18 @@ __all__ = [
     "prepare_prompts",
     "prepare_sft",
 ]
+
+
+_IN_PREPARE = {"Dataset", "Dropped", "Tokens", "encode_chat", "encode_prompt", "prepare_prompts", "prepare_sft"}
+
+
+def __getattr__(name: str) -> Any:
+    # `prepare` imports torch; `everstep plan` needs only the functions that the configuration names.
+    if name in _IN_PREPARE:
+        from everstep.data import prepare
+
+        return getattr(prepare, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,7 @@ def check(config: Config) -> PreparedData:
     format asks for or is too long, a token is outside the model's vocabulary, or the reward cannot be imported.
     Starts no process.
     """
+    from everstep.data.prepare import prepare_prompts, prepare_sft
     from everstep.engine.source import describe, load_tokenizer
 
     data, rl = config.data, config.recipe == "grpo"

@@ -342,6 +342,7 @@ def play(console: Console) -> None:
         console.strength(1, 2, 0)
         console.completions([Completion("1+1=" + "x" * 500, "[bold]2[/bold] \u2713\nnext", 1.0)])
         console.step(2, {"train/loss": 0.25})
+        console.completions([{"prompt": "2+2=", "completion": "4", "step": 9}])
 
 
 def test_plain_is_one_line_per_step_and_per_recovery() -> None:
@@ -358,7 +359,7 @@ def test_plain_is_one_line_per_step_and_per_recovery() -> None:
     )
     assert lines[3] == "replicas 1/2, spares 0"
     assert lines[4].startswith("  [reward 1.00] '...xxx") and "[bold]2[/bold]" in lines[4]  # no markup, no line break
-    assert lines[5] == "iteration 2/3  loss 0.2500" and len(lines) == 6
+    assert lines[5:] == ["iteration 2/3  loss 0.2500", "  '2+2=' -> '4'"]
 
 
 def test_off_prints_nothing() -> None:

@@ -151,10 +151,11 @@ class Console:
         with self._lock:
             self._print(recovery_line(recovery), style="bold yellow")
 
-    def completions(self, shown: Sequence[Completion]) -> None:
-        """The latest completions: a panel that is replaced (rich), or lines (plain)."""
+    def completions(self, shown: Sequence[Completion | Mapping[str, Any]]) -> None:
+        """The latest completions (or mappings with ``prompt``, ``completion`` and perhaps ``reward``): a panel that is
+        replaced (rich), or lines (plain)."""
         with self._lock:
-            self._shown = list(shown)
+            self._shown = [_completion(item) for item in shown]
             if self.mode == "plain":
                 for item in self._shown:
                     self._print("  " + _one_line(item))
@@ -223,6 +224,13 @@ def recovery_line(recovery: Recovery) -> str:
         parts.append("not yet at full strength")
     parts.append(f"{recovery.slots_redone} slots redone")
     return "; ".join(parts)
+
+
+def _completion(item: Completion | Mapping[str, Any]) -> Completion:
+    if isinstance(item, Completion):
+        return item
+    reward = item.get("reward")
+    return Completion(str(item["prompt"]), str(item["completion"]), None if reward is None else float(reward))
 
 
 def _one_line(item: Completion) -> str:

@@ -27,6 +27,7 @@ def _spread(name: str, of_what: str) -> dict[str, str]:
 
 # Averages are over the step's global batch unless said otherwise. "tokens": response tokens that count in the loss.
 METRICS: dict[str, str] = {
+    "actor/loss": "The whole loss of the update, all terms included, over its global divisor.",
     "actor/pg_loss": "Policy-gradient loss (clipped surrogate), aggregated as rl.loss_aggregation says.",
     "actor/pg_clipfrac": "Fraction of tokens whose probability ratio was clipped.",
     "actor/pg_clipfrac_lower": "Fraction of tokens with negative advantage cut by the dual clip.",
@@ -63,6 +64,10 @@ METRICS: dict[str, str] = {
     "timing_s/adv": "Seconds for the advantages.",
     "timing_s/update_actor": "Seconds of all optimizer steps of the iteration, from begin to the last commit.",
     "timing_s/update_weights": "Seconds to bring the committed weights to the generation engine.",
+    **{
+        f"timing_s/{phase}": f"Seconds in phase {phase} of the step transaction, the slowest rank."
+        for phase in ("begin", "heal", "compute", "reduce", "vote", "apply")
+    },
     "timing_s/save_checkpoint": "Seconds of a checkpoint.",
     "timing_s/testing": "Seconds of an evaluation.",
     "dispatch/sent_bytes": "Bytes put into the object store or messages for worker calls of the step.",

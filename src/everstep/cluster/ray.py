@@ -113,7 +113,7 @@ class RayGroup:
         config = self.config
         on_gpu = _uses_gpus(config)
         nodes = _devices_per_node(on_gpu)
-        plan = place(self.layout.ranks_per_replica, self.layout.replicas, self.layout.spares, nodes)
+        plan = place(self.layout.ranks_per_replica, self.layout.replicas, self.layout.spares, nodes, self.layout.tp)
         chosen = [*(node for replica in plan.replica_nodes for node in replica), *plan.spare_nodes]
         device = {"GPU": 1.0} if on_gpu else {}
         bundles = [{"CPU": 1.0, **device, f"node:{_node_ip(node)}": 0.001} for node in chosen]
@@ -411,7 +411,7 @@ class RayGroup:
     def announce(self, member: Member) -> None:
         self.server.joiner(member)
 
-    def note(self, event: str, **fields: object) -> None:
+    def note(self, event: str, **fields: Any) -> None:
         self._events.emit(event, **fields)
 
     def _send_signal(self, worker: str, number: int) -> None:
@@ -454,7 +454,7 @@ def _start_ray(config: Config, processes: int) -> bool:
     """Connect to the configured cluster, or start one for this run (True). Raises BadInput."""
     if ray.is_initialized():
         return False
-    quiet = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": True}
+    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": True}
     if config.ray.address:
         try:
             ray.init(address=config.ray.address, **quiet)

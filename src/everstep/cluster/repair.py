@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from everstep.cluster.worker import Formation
 from everstep.errors import EverstepError
@@ -29,7 +29,7 @@ class Processes(Protocol):
 
     def announce(self, member: Member) -> None: ...
 
-    def note(self, event: str, **fields: object) -> None: ...
+    def note(self, event: str, **fields: Any) -> None: ...
 
 
 class Repair:

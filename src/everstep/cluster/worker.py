@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -292,7 +292,9 @@ class Worker:
             return batch.slice(0, 0)
         return self._rollout.generate(batch, sampling)
 
-    def logprobs(self, batch: TrainingBatch, temperature: float = 1.0, model: str = "policy") -> TrainingBatch:
+    def logprobs(
+        self, batch: TrainingBatch, temperature: float = 1.0, model: Literal["policy", "reference"] = "policy"
+    ) -> TrainingBatch:
         """Adds the tensor ``logprobs`` (``ref_logprobs`` for model="reference"), shape (B, T), float32."""
         name = "logprobs" if model == "policy" else "ref_logprobs"
         size = self.config.train.micro_batch_size

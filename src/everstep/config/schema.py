@@ -126,6 +126,10 @@ class DataConfig(Section):
 class SftConfig(Section):
     samples_per_step: int = Field(16, ge=1, description="Samples of one optimizer step, over all replicas.")
     steps: int = Field(100, ge=1, description="Optimizer steps.")
+    eval_every: int = Field(
+        0, ge=0, description="Steps between evaluations on data.eval_source; 0: only after the last."
+    )
+    eval_samples: int = Field(128, ge=1, description="Samples of one evaluation (the first ones of the held-out data).")
 
 
 class WarmupConfig(Section):

@@ -232,7 +232,7 @@ class CoordinatorServer:
             with self._changed:
                 ours = self._sessions.get(worker) is session
             if ours and not self._closed:
-                self.expel(worker, f"its process ended or its connection broke ({closed})")
+                self.expel(worker, f"process ended ({closed})")
 
     def _receive(self, worker: str, message: dict[str, Any]) -> None:
         progress = self.progress[worker]

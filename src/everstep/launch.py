@@ -1,0 +1,234 @@
+"""From a configuration to a running group: what ``everstep train`` does, importable.
+
+    import everstep
+    group = everstep.launch("config.yaml")       # a group of replicas
+    group.call("mesh", "logprobs", batch)        # any public worker method, through any dispatch
+    group.close()
+
+    everstep.run(config)                         # a whole run of config.recipe
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from everstep.checkpoint.choose import Chosen, adopt, choose
+from everstep.cluster import environment, torchrun
+from everstep.cluster.group import Group
+from everstep.config import load as config_files
+from everstep.config.check import check
+from everstep.config.schema import Config
+from everstep.data import PreparedData
+from everstep.data import check as check_data
+from everstep.errors import EverstepError, Interrupted, InvariantViolated
+from everstep.recipes import grpo, sft
+from everstep.recipes.run import Run
+from everstep.recovery.view import Kind, Record
+from everstep.run_dir import RunDir, check_run_dir, prepare_run_dir
+from everstep.telemetry.console import Console
+from everstep.telemetry.events import EventLog, read_events
+from everstep.telemetry.metrics import Metrics
+from everstep.telemetry.recoveries import account, recoveries
+from everstep.telemetry.report import reward_curve, summary_table
+
+RECIPES = {"sft": sft.train, "grpo": grpo.train}
+
+
+def launch(config: Config | str | os.PathLike[str], overrides: Sequence[str] = (), clean: bool = False) -> Group:
+    """Start the processes of ``config`` (or of a file with ``overrides``) and return the group; the caller closes it.
+
+    Raises BadInput before any process is started. With ``launcher=local`` the caller is a rank of torchrun and every rank
+    makes the same calls.
+    """
+    if not isinstance(config, Config):
+        config = config_files.load_config(os.fspath(config), overrides)
+    check(config)
+    check_run_dir(config, clean)
+    launcher = environment.detect_launcher(config)
+    run_dir, _, events = _enter(config, clean, launcher)
+    return _start_group(config, launcher, run_dir, events, None)
+
+
+def run(config: Config, *, program: Sequence[str] = (), clean: bool = False) -> int:
+    """Run ``config.recipe`` from start (or checkpoint) to end; returns 0. Raises EverstepError.
+
+    ``program``: the command that torchrun shall start on every rank, for ``launcher=local`` outside torchrun.
+    """
+    launcher = environment.detect_launcher(config)
+    inside = environment.inside_torchrun()
+    if launcher == "ray" or not inside or os.environ.get("RANK") == "0":
+        check(config)
+        check_run_dir(config, clean)
+    if launcher == "local" and not inside:
+        check_data(config)
+        return torchrun.launch(config, program)
+    data = check_data(config)
+    with _interrupts():
+        return _run(config, data, launcher, clean)
+
+
+def _run(config: Config, data: PreparedData, launcher: str, clean: bool) -> int:
+    run_dir, chosen, events = _enter(config, clean, launcher)
+    lead = events is not None
+    console = Console(config.telemetry.progress, title=config.recipe) if lead else None
+    metrics: Metrics | None = None
+    group: Group | None = None
+    status = "failed"
+    try:
+        if console:
+            _introduce(console, config, data, run_dir, chosen, launcher)
+        group = _start_group(config, launcher, run_dir, events, _follow(console, run_dir, config.layout.replicas) if console else None)
+        if lead:
+            metrics = Metrics(run_dir.path, config.telemetry.tensorboard, from_step=chosen.step)
+        state = group.load(chosen.path) if chosen.path else {}
+        the_run = Run(config, group, data, console, metrics, events, state)
+        RECIPES[config.recipe](the_run)
+        digest = group.verify()
+        status = "done"
+        if console and events:
+            console.stop()
+            events.emit("run_end", status=status)
+            _conclude(console, the_run, run_dir, digest)
+        return 0
+    except Interrupted:
+        status = "interrupted"
+        raise
+    except EverstepError as error:
+        if events:
+            events.emit("error", error=type(error).__name__, message=str(error))
+        raise
+    finally:
+        if console:
+            console.stop()
+        if group:
+            group.close()
+        if metrics:
+            metrics.close()
+        if events:
+            if status != "done":
+                events.emit("run_end", status=status)
+            events.close()
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------------
+
+
+def _enter(config: Config, clean: bool, launcher: str) -> tuple[RunDir, Chosen, EventLog | None]:
+    """The run's folder and the checkpoint to start from. Under torchrun one rank prepares, the others are told."""
+    if launcher == "ray":
+        run_dir, chosen = _prepare(config, clean)
+    else:
+        import torch.distributed as dist
+
+        from everstep.cluster.local import join_world
+
+        env = join_world(config)
+        shared: list[Any] = [None]
+        if env.rank == 0:
+            try:
+                shared = [_prepare(config, clean)]
+            except EverstepError as error:
+                shared = [error]
+        dist.broadcast_object_list(shared)
+        if isinstance(shared[0], EverstepError):
+            raise shared[0]
+        run_dir, chosen = shared[0]
+        if env.rank != 0:
+            return run_dir, chosen, None
+    events = EventLog(run_dir.events / "lead.jsonl", "lead")
+    events.emit("run_start", step=chosen.step, attempt=run_dir.attempt, recipe=config.recipe, launcher=launcher,
+                replicas=config.layout.replicas, spares=config.layout.spares)
+    return run_dir, chosen, events
+
+
+def _prepare(config: Config, clean: bool) -> tuple[RunDir, Chosen]:
+    run_dir = prepare_run_dir(config, clean)
+    chosen = choose(run_dir.checkpoints, config.resume)
+    if config.resume != "never":
+        adopt(run_dir.checkpoints, chosen)
+    config_files.save(config, run_dir.configs / "resolved.yaml")
+    return run_dir, chosen
+
+
+def _start_group(config: Config, launcher: str, run_dir: RunDir, events: EventLog | None, on_record: Any) -> Group:
+    if launcher == "ray":
+        from everstep.cluster.ray import RayGroup
+
+        assert events is not None
+        return RayGroup(config, run_dir, events, on_record)
+    from everstep.cluster.local import LocalGroup
+
+    return LocalGroup(config, run_dir, events)
+
+
+def _follow(console: Console, run_dir: RunDir, replicas: int) -> Any:
+    """Print one line per recovery, when the replica is back: worked out from the event log, as the report does."""
+    deaths: list[int] = [0]  # views with fewer members that have not been followed by full strength yet
+    told: set[float] = set()
+
+    def on_record(record: Record) -> None:
+        if record.kind is Kind.VIEW and record.cause != "start":
+            console.note(f"view {record.view.epoch}: replicas {list(record.view.replicas)} ({record.cause})")
+        if record.cause and record.cause != "start":
+            deaths[0] += 1
+        full = len(record.view.contributors) == replicas
+        if record.kind is Kind.COMMIT and full and deaths[0]:
+            deaths[0] = 0
+            for recovery in recoveries(read_events(run_dir.events)):
+                if recovery.full_strength_s is not None and recovery.t_wall not in told:
+                    told.add(recovery.t_wall)
+                    console.recovery(recovery)
+
+    return on_record
+
+
+def _introduce(console: Console, config: Config, data: PreparedData, run_dir: RunDir, chosen: Chosen, launcher: str) -> None:
+    sizes = config.layout
+    console.note(
+        f"{config.recipe} of {config.model.path}, launcher {launcher}: {sizes.replicas} replicas of "
+        f"{sizes.tp * sizes.pp * sizes.dp} ranks (tp {sizes.tp}, pp {sizes.pp}, dp {sizes.dp}), {sizes.spares} spares; "
+        f"{len(data.train)} training samples; folder {run_dir.path}"
+    )
+    for dataset in (data.train, data.eval, data.warmup):
+        if dataset and dataset.dropped:
+            console.note(f"{dataset.key}: {len(dataset.dropped)} records left out, the first: {dataset.dropped[0].reason}")
+    if config.resume != "never":
+        console.note(chosen.explain())
+    console.note("starting the processes")
+
+
+def _conclude(console: Console, the_run: Run, run_dir: RunDir, digest: str) -> None:
+    """The closing table, from the event log; and the picture."""
+    import rich
+
+    events = read_events(run_dir.events)
+    rich.print(summary_table(events))
+    for name, value in the_run.summary.items():
+        console.note(f"{name.replace('_', ' ')}: {value:.3f}")
+    console.note(f"weight hashes of replicas {the_run.group.status()['replicas']} are equal: {digest[:16]}")
+    unfired = getattr(the_run.group, "unfired_faults", [])
+    if unfired:
+        console.note(f"faults that never fired: {unfired}")
+    console.note(f"picture: {reward_curve(the_run.metrics.path, run_dir.events, run_dir.report / 'reward_curve.png')}"
+                 if the_run.metrics else "")
+    if not account(events).exact:
+        raise InvariantViolated(f"{run_dir.events}: a step or a sample was lost or used twice (see the table)")
+
+
+class _interrupts:
+    """SIGINT and SIGTERM become Interrupted in the main thread, so that everything is shut down in order."""
+
+    def __enter__(self) -> None:
+        self._old = {n: signal.signal(n, self._raise) for n in (signal.SIGINT, signal.SIGTERM)}
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    @staticmethod
+    def _raise(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(f"interrupted by {signal.Signals(number).name}")

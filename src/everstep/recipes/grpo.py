@@ -1,0 +1,166 @@
+"""GRPO (arXiv 2402.03300) and its relatives: sample groups of completions, score them, push the better ones up.
+
+    rollout -> reward -> [reference log-probs] -> [old log-probs] -> advantages -> updates
+
+An iteration makes ``rl.passes * rl.updates_per_pass`` optimizer steps. With one, the policy that is updated is the one that
+generated, and its own log-probabilities are the old ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from everstep.cluster.batch import TrainingBatch
+from everstep.config.schema import Config
+from everstep.data import SampleStream, pass_order
+from everstep.engine.loss import LossSpec
+from everstep.recipes import sft
+from everstep.recipes.run import Run, Stopwatch, step_metrics
+from everstep.recipes.schedule import learning_rate
+from everstep.rl import advantages
+from everstep.rl.rewards import resolve, score
+from everstep.rl.rollout import Sampling, repeat_prompts
+from everstep.telemetry.console import Completion
+
+
+def train(run: Run) -> None:
+    config, group, rl = run.config, run.group, run.config.rl
+    reward = resolve(config.reward, config.data.source, config.data.source_args)
+    prompts = SampleStream(len(run.data.train), config.seed, config.data.shuffle)
+    iteration = 0
+    if run.state:
+        prompts.load_state_dict(run.state["prompts"])
+        iteration = int(run.state["iteration"])
+    state = lambda: {"prompts": prompts.state_dict(), "iteration": iteration}
+
+    warm_up(run)
+    if rl.kl_coef > 0 and not run.state.get("iteration"):
+        group.call("pass_through", "keep_reference")
+    if iteration == 0:
+        run.summary["accuracy_before"] = evaluate(run, reward)
+
+    updates = rl.passes * rl.updates_per_pass
+    run.start(rl.iterations, "iteration", iteration)
+    while iteration < rl.iterations:
+        iteration += 1
+        watch = Stopwatch()
+
+        taken = run.data.train.batch(prompts.take(rl.prompts_per_step))
+        samples = repeat_prompts(taken, rl.samples_per_prompt)
+        samples = group.call("mesh", "generate", samples, Sampling.for_training(config))
+        watch.lap("gen")
+
+        scores = torch.tensor(group.once(score, reward, samples))
+        watch.lap("reward")
+
+        if rl.kl_coef > 0:
+            reference = group.call("mesh", "logprobs", samples, config.rollout.temperature, "reference")
+            samples = samples.with_tensors(ref_logprobs=reference["ref_logprobs"])
+            watch.lap("ref")
+        if updates > 1:
+            old = group.call("mesh", "logprobs", samples, config.rollout.temperature)
+            samples = samples.with_tensors(old_logprobs=old["logprobs"])
+            watch.lap("old_log_prob")
+
+        estimates = advantages.estimate(rl.advantage, scores, samples.column("group"), rl.advantage_eps)
+        samples = samples.with_tensors(advantages=advantages.spread(estimates, samples["loss_mask"]))
+        watch.lap("adv")
+
+        for rl_pass in range(rl.passes):
+            for batch in mini_batches(samples, config, iteration, rl_pass):
+                lr = learning_rate(config.optimizer, group.committed_step + 1 - config.warmup.steps, rl.iterations * updates)
+                result = group.train_step(batch, policy_loss(config, on_policy=updates == 1), lr, config.rollout.temperature)
+        prompts.mark_trained(len(taken))
+        watch.lap("update_actor")
+
+        metrics = step_metrics(result, "actor") | rollout_metrics(samples, scores, config)
+        metrics |= {"training/iteration": float(iteration), "training/pass": prompts.trained / prompts.size}
+        metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / watch.total
+        metrics["timing_s/step"] = watch.total
+        if iteration == rl.iterations or (rl.eval_every and iteration % rl.eval_every == 0):
+            metrics |= {"val-core/acc/mean@1": evaluate(run, reward)}
+            watch.lap("testing")
+        run.log(result.step, metrics | watch.seconds, show_at=iteration)
+        run.completions(some_completions(samples, scores, config.telemetry.show_completions))
+        run.verify_if_due()
+        run.save_if_due(state, last=iteration == rl.iterations)
+
+    run.summary["accuracy_after"] = evaluate(run, reward)
+
+
+def warm_up(run: Run) -> None:
+    """``warmup.steps`` steps of SFT through the same step transaction; a resumed run does those that are left."""
+    config, group, data = run.config, run.group, run.data.warmup
+    if data is None or group.committed_step >= config.warmup.steps:
+        return
+    stream = SampleStream(len(data), config.seed, config.data.shuffle, "warmup")
+    stream.take(group.committed_step * config.warmup.samples_per_step)  # a checkpoint in the warm-up: its steps are done
+    stream.mark_trained(stream.read)
+    run.start(config.warmup.steps, "warm-up step", group.committed_step)
+    while group.committed_step < config.warmup.steps:
+        watch = Stopwatch()
+        batch = data.batch(stream.take(config.warmup.samples_per_step))
+        result = group.train_step(batch, sft.LOSS, config.warmup.lr)
+        stream.mark_trained(len(batch))
+        tokens = sum(batch.token_counts())
+        metrics = step_metrics(result, "train") | {"perf/total_num_tokens": float(tokens)}
+        run.log(result.step, metrics | {"perf/throughput": tokens / watch.lap("step")} | watch.seconds, show_at=result.step)
+
+
+def policy_loss(config: Config, on_policy: bool) -> LossSpec:
+    rl = config.rl
+    return LossSpec(
+        "everstep.rl.losses:policy_loss",
+        dict(
+            clip_low=rl.clip_low, clip_high=rl.clip_high, dual_clip=rl.dual_clip, kl_coef=rl.kl_coef, kl_kind=rl.kl_kind,
+            entropy_coef=rl.entropy_coef, aggregation=rl.loss_aggregation, on_policy=on_policy,
+        ),
+    )
+
+
+def mini_batches(samples: TrainingBatch, config: Config, iteration: int, rl_pass: int) -> list[TrainingBatch]:
+    """The optimizer steps of one pass over an iteration's samples, in an order that the seed fixes.
+
+    Each use of a sample has its own id, ``ITERATION/PASS/SAMPLE``, so that the account of samples is exact over passes.
+    """
+    order = pass_order(len(samples), config.seed, iteration * config.rl.passes + rl_pass)
+    chosen = samples.select(order)
+    named = TrainingBatch(
+        chosen.tensors, {}, [f"{iteration}/{rl_pass}/{sample}" for sample in chosen.sample_ids], chosen.weight_versions
+    )
+    return named.chunk(config.rl.updates_per_pass)
+
+
+def evaluate(run: Run, reward: Any) -> float:
+    """Share of held-out prompts whose (greedy) completion is right: a reward of at least 1. NaN without held-out data."""
+    if run.data.eval is None:
+        return float("nan")
+    prompts = run.data.eval.first(run.config.rollout.eval_samples)
+    answered = run.group.call("mesh", "generate", repeat_prompts(prompts, 1), Sampling.for_evaluation(run.config))
+    scores = run.group.once(score, reward, answered)
+    return sum(s >= 1.0 for s in scores) / len(scores)
+
+
+def rollout_metrics(samples: TrainingBatch, scores: torch.Tensor, config: Config) -> dict[str, float]:
+    lengths = samples["loss_mask"].sum(dim=1)
+    advantage = samples["advantages"][samples["loss_mask"] > 0]
+    return {
+        "critic/score/mean": float(scores.mean()),
+        "critic/score/max": float(scores.max()),
+        "critic/score/min": float(scores.min()),
+        "critic/advantages/mean": float(advantage.mean()),
+        "critic/advantages/max": float(advantage.max()),
+        "critic/advantages/min": float(advantage.min()),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/min": float(lengths.min()),
+        "response_length/clip_ratio": float((lengths >= config.rollout.max_response_tokens).float().mean()),
+        "perf/total_num_tokens": float(samples["attention_mask"].sum()),
+    }
+
+
+def some_completions(samples: TrainingBatch, scores: torch.Tensor, count: int) -> list[Completion]:
+    rows = range(0, len(samples), max(1, len(samples) // max(count, 1)))[:count]
+    return [Completion(str(samples.column("prompt")[i]), samples.column("completion")[i], float(scores[i])) for i in rows]

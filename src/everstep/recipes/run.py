@@ -1,0 +1,103 @@
+"""What a recipe is handed: the group, the tools to report with, and where to go on from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep.cluster.group import Group, StepResult
+from everstep.config.schema import Config
+from everstep.data import PreparedData
+from everstep.telemetry.console import Completion, Console
+from everstep.telemetry.events import EventLog
+from everstep.telemetry.metrics import Metrics
+
+
+@dataclass
+class Run:
+    """One run of a recipe. ``state``: what the recipe saved with the checkpoint the run resumed from; empty at the start.
+
+    Only the lead process has a console and writes metrics; the others have None.
+    """
+
+    config: Config
+    group: Group
+    data: PreparedData
+    console: Console | None
+    metrics: Metrics | None
+    events: EventLog | None
+    state: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, float] = field(default_factory=dict)  # numbers for the closing table, by name
+    _saved_step: int = -1
+
+    def start(self, total: int, unit: str, done: int = 0) -> None:
+        if self.console:
+            self.console.start(total, unit, done)
+
+    def note(self, text: str) -> None:
+        if self.console:
+            self.console.note(text)
+
+    def log(self, step: int, metrics: dict[str, float], show_at: int | None = None) -> None:
+        """Record metrics of a global step; ``show_at``: also a line of progress, with this number."""
+        if self.metrics:
+            self.metrics.log(step, metrics)
+        if self.events:
+            self.events.emit("metrics", step=step, values=metrics)
+        if self.console and show_at is not None:
+            self.console.step(show_at, metrics)
+            status = self.group.status()
+            self.console.strength(len(status["replicas"]), self.config.layout.replicas, status["spares"])
+
+    def completions(self, shown: Sequence[Completion]) -> None:
+        if self.console and shown:
+            self.console.completions(shown)
+
+    def save_if_due(self, state: Callable[[], dict[str, Any]], last: bool = False) -> None:
+        """Checkpoint after every ``checkpoint.every_steps`` committed steps, and at the end (``checkpoint.at_end``)."""
+        step, every = self.group.committed_step, self.config.checkpoint.every_steps
+        due = (every > 0 and step - max(self._saved_step, 0) >= every) or (last and self.config.checkpoint.at_end)
+        if due and step > 0 and step != self._saved_step:
+            path = self.group.save(state())
+            self._saved_step = step
+            self.note(f"saved {path}")
+
+    def verify_if_due(self) -> None:
+        """Compare all replicas' state every ``train.verify_every`` commits. Raises InvariantViolated."""
+        every = self.config.train.verify_every
+        if every and self.group.committed_step % every == 0:
+            self.group.verify()
+
+
+def step_metrics(result: StepResult, prefix: str) -> dict[str, float]:
+    """The metrics that every recipe reports of an optimizer step. ``prefix``: ``actor`` or ``train``."""
+    return {
+        **result.metrics,
+        **{f"timing_s/{phase}": spent for phase, spent in result.seconds.items()},
+        f"{prefix}/grad_norm": result.grad_norm,
+        f"{prefix}/lr": result.lr,
+        "training/global_step": float(result.step),
+        "ft/live_replicas": float(len(result.members)),
+        "ft/attempts": float(result.attempts),
+        "ft/microbatches_redone": float(result.slots_redone),
+    }
+
+
+class Stopwatch:
+    """Seconds of named parts of an iteration, as ``timing_s/NAME``."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.monotonic()
+
+    def lap(self, name: str) -> float:
+        now = time.monotonic()
+        spent, self._since = now - self._since, now
+        self.seconds[f"timing_s/{name}"] = self.seconds.get(f"timing_s/{name}", 0.0) + spent
+        return spent
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
@@ -66,6 +67,8 @@ def run(config: Config, *, program: Sequence[str] = (), clean: bool = False) -> 
     if launcher == "local" and not inside:
         check_data(config)
         return torchrun.launch(config, program)
+    if launcher == "local":  # the ranks share the terminal with the progress display; ray's have log files
+        warnings.filterwarnings("ignore", module=r"torch|megatron|transformers")
     data = check_data(config)
     with _interrupts():
         return _run(config, data, launcher, clean)

@@ -1,0 +1,180 @@
+"""The command line. Each command is a few lines around something importable; heavy imports happen inside them.
+
+An :class:`EverstepError` becomes one sentence on stderr and its exit code (docs/cli.md); ``--debug`` shows the traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from everstep.errors import BadInput, EverstepError
+
+INTERRUPTED = 130
+# click's class, under the one name that is public in every typer: newer ones carry a click of their own.
+_UsageError: type[Any] = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    name="everstep",
+    help="Post-training of language models that survives the death of any process.",
+    epilog="KEY=VALUE overrides (or --KEY VALUE) follow CONFIG. Exit codes: 0 done, "
+    "2 bad input, 3 resumable, 4 invariant violated, 130 interrupted.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
+)
+
+# Overrides look like options that nobody declared; click hands them on untouched.
+_OVERRIDES = {"ignore_unknown_options": True}
+
+Config_ = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file; docs/config.md lists its keys.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE | --KEY VALUE]...", help="Replace values of the file.", show_default=False),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]  # looked for in main()
+
+
+@app.command(context_settings=_OVERRIDES)
+def train(
+    config: Config_,
+    overrides: Overrides = None,
+    clean: Annotated[bool, typer.Option("--clean", help="Delete what an earlier run left in run_dir.")] = False,
+    debug: Debug = False,
+) -> int:
+    """Train as CONFIG says."""
+    from everstep.config.load import load_config
+
+    loaded = load_config(config, overrides or [])
+    from everstep import launch
+
+    again = ["-m", "everstep", "train", config, *(overrides or []), *(["--clean"] * clean), *(["--debug"] * debug)]
+    return launch.run(loaded, program=again, clean=clean)
+
+
+@app.command(context_settings=_OVERRIDES)
+def plan(config: Config_, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Check CONFIG; show sizes, ranks, memory. Starts nothing."""
+    from everstep.config.load import load
+    from everstep.plan import make_plan, print_plan
+
+    loaded = load(config, overrides or [])
+    print_plan(make_plan(loaded.config), loaded, _console())
+
+
+@app.command(context_settings=_OVERRIDES)
+def explain(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="A key (optimizer.lr) or a section (optimizer).")],
+    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]", help="Show the value there, and its origin.")] = None,
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Say what KEY means, its unit, default, value and origin."""
+    from everstep.config.explain import explain as look_up
+    from everstep.config.load import load
+
+    for index, found in enumerate(look_up(key, load(config, overrides or []) if config else None)):
+        rows = [("type", found.kind), ("unit", found.unit), ("default", found.default)]
+        if found.origin is not None:
+            rows.append(("value", f"{found.value}  ({found.origin})"))
+        print(("\n" if index else "") + found.key + "\n  " + found.meaning)
+        for name, text in rows:
+            if text is not None:
+                print(f"  {name:<8} {text}")
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint, a run folder, or a model as in model.path.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT")],
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to make.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0: the likeliest token each time.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    debug: Debug = False,
+) -> None:
+    """Complete PROMPT with a checkpoint or any model."""
+    from everstep.generate import generate as complete
+
+    complete(model, prompt, max_tokens, temperature, seed, sys.stdout)
+
+
+@app.command()
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    debug: Debug = False,
+) -> None:
+    """Table of a run's recoveries, picture of its curve."""
+    from everstep.run_dir import open_run_dir
+    from everstep.telemetry.events import read_events
+    from everstep.telemetry.report import reward_curve, summary_table
+
+    folder = open_run_dir(run)
+    _console().print(summary_table(read_events(folder.events)))
+    folder.report.mkdir(exist_ok=True)
+    print(reward_curve(folder.path / "metrics.jsonl", folder.events, folder.report / "curve.png"))
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    # A pipe or a log has no width of its own; tables must not be folded to 80 columns there.
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
+# ---------------------------------------- errors and exit codes
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit code of one command line. Errors are printed, none are raised (but for ``--debug``, and bugs)."""
+    debug = "--debug" in arguments
+    try:
+        return int(app(args=list(arguments) or ["--help"], standalone_mode=False, prog_name="everstep") or 0)
+    except EverstepError as error:
+        if debug:
+            raise
+        return _say(error, error.exit_code)
+    except _UsageError as error:
+        command = f"everstep {error.ctx.info_name}" if error.ctx and error.ctx.parent else "everstep"
+        return _say(f"{error.format_message().rstrip('.')} (see {command} --help)", BadInput.exit_code)
+    except typer.Exit as stop:
+        return stop.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return _say("interrupted", INTERRUPTED)
+
+
+def _told_launcher(error: EverstepError) -> bool:
+    """Whether this process is a rank whose launcher was told the error, and says it once for all ranks."""
+    if "RANK" not in os.environ:
+        return False
+    from everstep.cluster.torchrun import report_exit
+
+    return report_exit(error)
+
+
+def _say(what: object, code: int) -> int:
+    print(f"everstep: {what}", file=sys.stderr)
+    return code
+
+
+def main() -> NoReturn:
+    """Entry point of ``everstep`` and ``python -m everstep``."""
+    # Functions named in the configuration are found in the folder where everstep is started, as with `python -m`.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        code = run(sys.argv[1:])
+        sys.stdout.flush()
+    except EverstepError as error:  # --debug
+        import traceback
+
+        traceback.print_exc()
+        code = error.exit_code
+    except BrokenPipeError:  # `everstep plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code)

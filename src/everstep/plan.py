@@ -1,0 +1,287 @@
+"""What a configuration will do, worked out without starting anything: ``everstep plan``.
+
+Memory is an estimate in the sense of its formulas (:func:`rank_memory`): what training must hold, not what an allocator
+rounds up to, nor the 0.5-1.5 GiB of a device context and its communicators. Every other number is exact arithmetic.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from everstep.config import derive
+from everstep.config.check import check_plan
+from everstep.config.load import Loaded, dump
+from everstep.config.schema import Config
+from everstep.engine.source import ModelShape, describe
+from everstep.layout import Layout
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from everstep.cluster.placement import Placement
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+#: Rate at which the seconds of a heal are quoted; a fair TCP link. Over NVLink or InfiniBand it is far less.
+_QUOTED_BYTES_PER_S = 1e9
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank, by purpose."""
+
+    weights: int
+    gradients: int
+    optimizer: int  # float32 masters (bfloat16 only) and Adam's two moments
+    recovery: int  # the step's total, kept apart from the gradients until it is committed
+    reference: int  # the reference model of the KL term
+    rollout: int  # the generation engine's copy of the whole model
+    activations: int
+    logits: int
+
+    @property
+    def state(self) -> int:
+        """What a heal sends and a checkpoint writes for this rank."""
+        return self.weights + self.optimizer + self.reference
+
+    @property
+    def total(self) -> int:
+        return self.state + self.gradients + self.recovery + self.rollout + self.activations + self.logits
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything ``everstep plan`` prints."""
+
+    config: Config
+    sizes: derive.Sizes
+    shape: ModelShape
+    launcher: str
+    device: str
+    memory: tuple[RankMemory, ...]  # by rank inside a replica
+    placement: Placement | None  # None: the nodes are known only to the cluster of ray.address
+
+    @property
+    def deaths_at_once(self) -> int:
+        """Replicas that may be broken at the same time while training goes on."""
+        if not self.config.recovery.enabled:
+            return 0
+        return self.config.layout.replicas - max(1, self.config.recovery.min_replicas)
+
+    @property
+    def heal_bytes(self) -> int:
+        """Bytes sent to the rank with the largest state, from its peer."""
+        return max(memory.state for memory in self.memory)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of one checkpoint: the state of one replica, and the weights once more in transformers' format."""
+        weights = self.shape.parameters * _BYTES[self.config.model.dtype]
+        return sum(memory.state for memory in self.memory) + weights
+
+
+def make_plan(config: Config, environ: Mapping[str, str] = os.environ) -> Plan:
+    """Check ``config`` and work everything out. ``BadInput`` if it cannot work. Starts nothing, imports no torch."""
+    sizes = check_plan(config, environ)
+    shape = describe(config.model)
+    ranks = range(sizes.layout.ranks_per_replica)
+    return Plan(
+        config=config,
+        sizes=sizes,
+        shape=shape,
+        launcher=derive.launcher(config, environ),
+        device=derive.device(config, environ),
+        memory=tuple(rank_memory(config, sizes, shape, rank) for rank in ranks),
+        placement=_placement(config, sizes.layout, environ),
+    )
+
+
+def stage_parameters(shape: ModelShape, layout: Layout, pp: int) -> int:
+    """Parameters on one rank of pipeline stage ``pp``.
+
+    Layers are cut evenly over the stages, and matrices over the tensor-parallel ranks; norms are whole everywhere. The
+    embedding is on the first stage, the output layer on the last: a tied model with pp > 1 holds its one tensor twice.
+    """
+    norms = 2 * shape.hidden
+    per_layer = (shape.layer_parameters - norms) // layout.tp + norms
+    embedding = -(-shape.vocab // layout.tp) * shape.hidden
+    total = shape.layers // layout.pp * per_layer
+    if pp == 0:
+        total += embedding
+    if pp == layout.pp - 1:
+        total += shape.hidden  # the last norm
+        if not shape.tied or layout.pp > 1:
+            total += embedding
+    return total
+
+
+def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: int) -> RankMemory:
+    """Bytes on ``rank`` of any replica.
+
+    With P parameters on the rank (:func:`stage_parameters`), b bytes per parameter (model.dtype), and S = P, or P/dp
+    with engine.distributed_optimizer:
+
+        weights      b P
+        gradients    4 P              (summed in float32)
+        optimizer    8 S              (Adam's moments), and 4 S more for float32 masters if b = 2
+        recovery     4 S              (a total is never reduced in place)
+        reference    b P              (if rl.kl_coef > 0)
+        rollout      b (whole model)  (grpo; on the ranks that generate: last stage, tp 0)
+
+    For one micro-batch of N tokens (train.micro_batch_size times the longest sample), hidden size h, F the feed-forward
+    size, D = head_dim (2 heads + 2 kv_heads), kept for backward:
+
+        a layer      b N (6 h + (D + 4 F) / tp)
+                     residuals and norms 6h; q, k, v and attention output D; gate, up, their activation and product 4F;
+                     attention scores are not kept (fused kernels; a CPU without one adds heads N² b for a moment)
+        recompute    b N h for each layer, and one layer whole
+        in flight    pp - stage micro-batches (1F1B), at most those of a step
+        logits       12 N vocab / tp  on the last stage (float32: logits, softmax, gradient)
+    """
+    layout, at = sizes.layout, sizes.layout.position(rank)
+    width = _BYTES[config.model.dtype]
+    parameters = stage_parameters(shape, layout, at.pp)
+    shard = -(-parameters // layout.dp) if config.engine.distributed_optimizer else parameters
+
+    steps = [step for step in (sizes.main, sizes.warmup) if step is not None]
+    tokens = config.train.micro_batch_size * max(step.max_tokens for step in steps)
+    channels = 6 * shape.hidden + (shape.head_dim * 2 * (shape.heads + shape.kv_heads) + 4 * shape.ffn) // layout.tp
+    whole_layer, layers = width * tokens * channels, shape.layers // layout.pp
+    in_flight = min(layout.pp - at.pp, max(max(step.slots_per_replica) for step in steps))
+    if config.engine.recompute == "full":
+        activations = in_flight * layers * width * tokens * shape.hidden + whole_layer
+    else:
+        activations = in_flight * layers * whole_layer
+    last = at.pp == layout.pp - 1
+    generates = config.recipe == "grpo" and rank in layout.collect_ranks()
+    return RankMemory(
+        weights=width * parameters,
+        gradients=4 * parameters,
+        optimizer=(8 if width == 4 else 12) * shard,
+        recovery=4 * shard,
+        reference=width * parameters if config.recipe == "grpo" and config.rl.kl_coef > 0 else 0,
+        rollout=width * shape.parameters if generates else 0,
+        activations=activations,
+        logits=12 * tokens * (-(-shape.vocab // layout.tp)) if last else 0,
+    )
+
+
+def _placement(config: Config, layout: Layout, environ: Mapping[str, str]) -> Placement | None:
+    if config.ray.address:
+        return None
+    from everstep.cluster.placement import place
+
+    # A CPU has no devices to count: every rank is a process of this machine.
+    cuda = derive.device(config, environ) == "cuda"
+    here = {socket.gethostname(): derive.cuda_devices(environ) if cuda else layout.devices}
+    return place(layout.ranks_per_replica, layout.replicas, layout.spares, here, together=layout.tp)
+
+
+# ---------------------------------------- on the terminal
+
+
+def print_plan(plan: Plan, loaded: Loaded, console: Console) -> None:
+    """All of it, as tables: configuration, sizes, layout with memory, recovery, failure domains."""
+    from rich.table import Table
+
+    console.print(f"[bold]Configuration[/] ({loaded.path or 'no file'}; everstep explain KEY says where a value came from)")
+    console.print(dump(plan.config).rstrip(), markup=False, highlight=False, soft_wrap=True)
+
+    table = Table(title="Derived sizes", title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, value in size_rows(plan):
+        table.add_row(name, value)
+    console.print(table)
+
+    columns = ("replica", "rank", "pp", "dp", "cp", "tp", "weights", "grads", "optim", "recov", "other", "total")
+    table = Table(title="Layout, and estimated memory of each rank (GiB)", title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    layout = plan.sizes.layout
+    for replica, rank in layout.ranks():
+        at, memory = layout.position(rank), plan.memory[rank]
+        held = (memory.weights, memory.gradients, memory.optimizer, memory.recovery)
+        numbers = (*held, memory.total - sum(held), memory.total)
+        table.add_row(*map(str, (replica, rank, at.pp, at.dp, at.cp, at.tp)), *(f"{n / 2**30:.2f}" for n in numbers))
+    for spare in range(layout.spares):
+        most = max(memory.total for memory in plan.memory)
+        table.add_row("spare", str(spare), *["-"] * 4, *["-"] * 5, f"≤{most / 2**30:.2f}")
+    console.print(table)
+    console.print("other: activations of the longest samples, logits, reference model, rollout copy")
+
+    console.print("[bold]Recovery[/]")
+    for line in recovery_lines(plan):
+        console.print(line, highlight=False)
+    console.print("[bold]Failure domains[/]")
+    if plan.placement is None:
+        console.print(f"decided when the nodes of the cluster at {plan.config.ray.address} are known")
+    else:
+        console.print(plan.placement.failure_domains(), markup=False, highlight=False, soft_wrap=True)
+
+
+def size_rows(plan: Plan) -> list[tuple[str, str]]:
+    """(name, value) of the derived sizes."""
+    sizes, layout, shape = plan.sizes, plan.sizes.layout, plan.shape
+    rows = [
+        ("model", f"{shape.architecture}, {shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers"),
+        ("launcher, device", f"{plan.launcher}, {plan.device}"),
+        ("ranks", f"{layout.replicas} x {layout.ranks_per_replica} + {layout.spares} spares = {layout.devices} processes"),
+    ]
+    if sizes.rl:
+        rl = plan.config.rl
+        made = f"{rl.prompts_per_step} prompts x {rl.samples_per_prompt} = {sizes.rl.samples_per_iteration} samples"
+        rows.append(("one iteration", f"{made}, {sizes.rl.updates_per_iteration} optimizer steps"))
+        rows.append(("iterations", str(sizes.rl.iterations)))
+    if sizes.warmup:
+        rows += [(f"warm-up {name}", value) for name, value in _step_rows(sizes.warmup)]
+    rows += _step_rows(sizes.main)
+    rows.append(("optimizer steps in all", str(sizes.total_steps)))
+    return rows
+
+
+def _step_rows(step: derive.StepSizes) -> list[tuple[str, str]]:
+    share = step.samples_per_replica
+    shares = str(share[0]) if share[0] == share[-1] else ", ".join(map(str, share))
+    return [
+        ("samples per step", f"{step.samples_per_step} in {step.slots} slots of {step.samples_per_slot}"),
+        ("samples per replica", shares),
+        ("tokens per step", f"at most {step.max_tokens_per_step:,}"),
+        ("steps", str(step.steps)),
+    ]
+
+
+def recovery_lines(plan: Plan) -> list[str]:
+    """Deaths survivable, bytes per heal and per checkpoint, in sentences."""
+    config, layout = plan.config, plan.sizes.layout
+    if not config.recovery.enabled:
+        first = "recovery.enabled=false: any death ends the run"
+    elif layout.replicas == 1:
+        first = "one replica has no peer: any death ends the run, which resumes from its last checkpoint"
+    else:
+        first = (
+            f"{plan.deaths_at_once} of {layout.replicas} replicas may be broken at once "
+            f"(recovery.min_replicas={config.recovery.min_replicas}); {layout.spares} dead ranks are replaced by spares"
+        )
+    heal = plan.heal_bytes
+    checkpoint = config.checkpoint
+    every = f"every {checkpoint.every_steps} steps" if checkpoint.every_steps else ""
+    when = " and ".join(part for part in (every, "at the end" if checkpoint.at_end else "") if part) or "never"
+    return [
+        first,
+        f"a heal sends {size_text(heal)} to one rank: {heal / _QUOTED_BYTES_PER_S:.1f} s at 1 GB/s",
+        f"a checkpoint ({when}) writes {size_text(plan.checkpoint_bytes)}; {checkpoint.keep_last} are kept",
+    ]
+
+
+def size_text(count: int) -> str:
+    """Bytes for people."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

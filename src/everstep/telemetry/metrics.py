@@ -64,10 +64,6 @@ METRICS: dict[str, str] = {
     "timing_s/adv": "Seconds for the advantages.",
     "timing_s/update_actor": "Seconds of all optimizer steps of the iteration, from begin to the last commit.",
     "timing_s/update_weights": "Seconds to bring the committed weights to the generation engine.",
-    **{
-        f"timing_s/{phase}": f"Seconds in phase {phase} of the step transaction, the slowest rank."
-        for phase in ("begin", "heal", "compute", "reduce", "vote", "apply")
-    },
     "timing_s/save_checkpoint": "Seconds of a checkpoint.",
     "timing_s/testing": "Seconds of an evaluation.",
     "timing_s/begin": "Seconds until the ranks of a replica agreed on the view, the slowest rank (last optimizer step).",

@@ -1,0 +1,165 @@
+"""The repository keeps its own word: examples load, commands named in the documents exist, links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from everstep.config import load as config_load
+from everstep.telemetry import events, metrics
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+MAX_LINES = 600
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The commands of a page's shell blocks, comments removed."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(), flags=re.M | re.S)
+    lines = [shlex.split(line, comments=True) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [words for words in lines if words]
+
+
+def makefile_targets() -> set[str]:
+    return set(re.findall(r"^([a-z][a-z-]*):(?!=)", (ROOT / "Makefile").read_text(), flags=re.M))
+
+
+def test_readme_commands_exist() -> None:
+    targets, named = makefile_targets(), [words for page in PAGES for words in commands(page)]
+    assert {"make", "everstep"} <= {words[0] for words in named}
+    from typer.main import get_command
+
+    from everstep.cli import app
+
+    known = set(get_command(app).commands)  # type: ignore[attr-defined]
+    for words in named:
+        match words:
+            case ["make", target, *_]:
+                assert target in targets, words
+            case ["everstep", command, *arguments]:
+                assert command in known, words
+                for word in arguments:
+                    if word.endswith(".yaml"):
+                        assert (ROOT / word).is_file(), words
+
+
+def test_readme_overrides_are_valid() -> None:
+    """Every `everstep train CONFIG a.b=c` of the documents resolves with its overrides."""
+    lines = [words for page in PAGES for words in commands(page) if words[:2] in (["everstep", "train"], ["everstep", "plan"])]
+    assert lines
+    for _, _, path, *overrides in lines:
+        config_load.load(ROOT / path, overrides)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_can_be_planned(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `everstep plan` does it: resolved, cut into slots, model shape read, placed; no process is started."""
+    monkeypatch.chdir(ROOT)
+    config = config_load.load_config(path)
+    for needed in re.findall(r"(?:package:([a-z0-9_-]+)|(reasoning_gym):)", path.read_text()):
+        module = "".join(needed).replace("-", "_")
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{path.name} needs {module}, which is not installed (extra smollm2)")
+    from everstep.plan import make_plan
+
+    plan = make_plan(config)
+    assert plan is not None
+
+
+def test_there_are_examples_of_both_recipes() -> None:
+    assert {config_load.load_config(path).recipe for path in EXAMPLES} == {"sft", "grpo"}
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).is_file(), f"{page.relative_to(ROOT)} links to {target}, which is not there"
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"({page.name})" in index, f"docs/README.md does not list {page.name}"
+
+
+def test_no_module_is_too_long() -> None:
+    lengths = {path.relative_to(ROOT): len(path.read_text().splitlines()) for path in SOURCES}
+    assert {path: n for path, n in lengths.items() if n > MAX_LINES} == {}
+
+
+def test_metric_names_in_the_code_are_in_the_table() -> None:
+    """A metric that is written rarely (a checkpoint, a death) must not be found wrong only when it is."""
+    prefixes = "|".join(sorted(re.escape(prefix) for prefix in metrics.OWN_PREFIXES))
+    for path in (path for path in SOURCES if path.name != "metrics.py"):
+        for name in re.findall(rf'"((?:{prefixes})/[a-z_][a-z_/@0-9]*)"', path.read_text()):
+            try:
+                metrics.check_name(name)
+            except ValueError as error:
+                pytest.fail(f"{path.relative_to(ROOT)}: {error}")
+
+
+def test_events_in_the_code_are_in_the_registry() -> None:
+    """Every emit with a literal name names a known event and every field it promises."""
+    calls = 0
+    for path in SOURCES:
+        for call in re.finditer(r'(?:\.emit|\.note)\(\s*"([a-z_]+)"(?=\s*[,)])', path.read_text()):
+            calls += 1
+            name = call.group(1)
+            assert name in events.EVENTS, f"{path.relative_to(ROOT)}: unknown event {name!r}"
+    assert calls > 20
+
+
+def test_extras_promised_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"s3", "gcs", "gpu", "vllm", "tracking", "smollm2", "dev"} <= set(project["optional-dependencies"])
+    assert project["license"] == "Apache-2.0" and "Apache License" in (ROOT / "LICENSE").read_text()
+
+
+def test_ci_runs_make_test() -> None:
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o111, ".ci/run must be executable"
+    assert "exec make test" in script.read_text()
+    plan = subprocess.run(
+        ["make", "-n", "-B", "test", "VENV=", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    order = [plan.index(part) for part in ("tools/install.py", "-m ruff", "-m mypy", "-m pytest")]
+    assert order == sorted(order)  # so the last line is pytest's
+    assert 'pytest -m "not full"' in plan
+
+
+def test_the_installer_decides_by_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("everstep_install", ROOT / "tools" / "install.py")
+    assert spec and spec.loader
+    install = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(install)
+    asked: list[tuple[str, ...]] = []
+
+    def pip(what: str, *arguments: str, required: bool = True) -> bool:
+        asked.append(arguments)
+        return "+cpu" not in arguments[0] or "--extra-index-url" in arguments
+
+    monkeypatch.setattr(install, "pip", pip)
+    monkeypatch.setattr(install.sys, "platform", "linux")
+    monkeypatch.setattr(install, "_installed", lambda name, oldest: False)
+    monkeypatch.setattr(install, "has_nvidia", lambda: False)
+    install.install_torch()
+    assert asked == [("torch==2.13.0+cpu",), ("torch==2.13.0+cpu", "--extra-index-url", install.CPU_INDEX)]
+    asked.clear()
+    monkeypatch.setattr(install, "has_nvidia", lambda: True)
+    install.install_torch()
+    assert asked == [("torch>=2.7",)]
+    asked.clear()
+    monkeypatch.undo()
+    monkeypatch.setattr(install, "pip", pip)
+    install.install_torch()  # the torch of this environment is kept
+    assert asked == [] and install._installed("torch", (2, 7)) and not install._installed("torch", (99,))

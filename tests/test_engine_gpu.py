@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import NllWithEntropy, batch, hf_model, reference_loss, settings, tiny_config
-from support.processes import join_world, run_ranks
 
 from everstep.errors import ReplicaBroken
 from everstep.layout import Layout
+from support.models import NllWithEntropy, batch, hf_model, reference_loss, settings, tiny_config
+from support.processes import join_world, run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,16 +24,24 @@ MODEL = {"tied": True, "hidden_size": 64, "intermediate_size": 96}
 
 
 def gpu_engine(rank: int, layout: Layout, world: str, dtype: str) -> tuple[Any, Any]:
+    from everstep.engine.groups import NCCL_ENVIRONMENT
     from everstep.engine.step import Engine
 
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
+    os.environ.update(NCCL_ENVIRONMENT)
     join_world(rank, layout.ranks_per_replica, world, backend="nccl")
     config = settings(model={"dtype": dtype})
     engine = Engine(config, tiny_config("qwen3", **MODEL), layout.position(rank), layout, device)
     model = hf_model(tiny_config("qwen3", **MODEL)).eval()
     engine.load_pretrained(model.state_dict())
     return engine, model
+
+
+def check_both_types(rank: int, layouts: list[Layout]) -> None:
+    for layout in layouts:
+        for dtype in ("float32", "bfloat16"):
+            check_numbers(rank, layout, dtype)
 
 
 def check_numbers(rank: int, layout: Layout, dtype: str) -> None:
@@ -59,16 +67,14 @@ def check_numbers(rank: int, layout: Layout, dtype: str) -> None:
     assert digests[0] == digests[1], "two runs of the same seed and layout differ"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_gpu(dtype: str) -> None:
-    run_ranks(check_numbers, 1, Layout(), dtype, join=False, deadline_s=120)
+def test_one_gpu() -> None:
+    run_ranks(check_both_types, 1, [Layout()], join=False, deadline_s=180, cuda=True)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("split", ["tp", "pp", "dp"])
-def test_two_gpus(split: str) -> None:
-    for dtype in ("float32", "bfloat16"):
-        run_ranks(check_numbers, 2, Layout(**{split: 2}), dtype, join=False, deadline_s=180)
+def test_two_gpus() -> None:
+    layouts = [Layout(tp=2), Layout(pp=2), Layout(dp=2)]
+    run_ranks(check_both_types, 2, layouts, join=False, deadline_s=240, cuda=True)
 
 
 def check_death(rank: int) -> float:
@@ -94,6 +100,6 @@ def check_death(rank: int) -> float:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_a_peer_dies() -> None:
-    seconds = run_ranks(check_death, 2, join=False, may_die=(1,), deadline_s=120)
+    seconds = run_ranks(check_death, 2, join=False, may_die=(1,), deadline_s=120, cuda=True)
     assert seconds[0] < 15, seconds
     print(f"broken, aborted and closed in {seconds[0]:.2f} s")

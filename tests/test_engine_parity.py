@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import NllWithEntropy, batch, hf_model, reference_loss, settings, tiny_config
-from support.processes import run_ranks
 
 from everstep.layout import Layout
+from support.models import NllWithEntropy, batch, hf_model, reference_loss, settings, tiny_config
+from support.processes import run_ranks
 
 CPU = torch.device("cpu")
 LLAMA3 = {

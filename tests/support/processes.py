@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -34,10 +35,25 @@ _PORT = "EVERSTEP_TEST_STORE_PORT"
 GRACE_S = 2.0
 
 
-def _context() -> Any:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before the server starts: its children inherit the pool
+def _context(cuda: bool) -> Any:
+    """Where processes come from: the fork server, which sees no accelerator, or, for CUDA, fresh interpreters.
+
+    CUDA does not survive a fork, and Megatron-Core may touch it when it is imported.
+    """
+    if cuda:
+        return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    kept = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")}
+    os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    try:
+        forkserver.ensure_running()  # the server, and with it every child, keeps this environment
+    finally:
+        for name, value in kept.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
     return context
 
 
@@ -79,14 +95,16 @@ def run_ranks(
     deadline_s: float = 60.0,
     join: bool = True,
     may_die: tuple[int, ...] = (),
+    cuda: bool = False,
 ) -> list[Any]:
     """``function(rank, *args)`` in ``ranks`` processes; their results by rank.
 
     ``join``: form a gloo world first. ``may_die``: ranks whose death is expected; their result is None. AssertionError
     with the tracebacks if a rank raises, dies unexpectedly, or is not done after ``deadline_s``; no process is left.
+    ``cuda``: the processes may use CUDA devices (else they see none), and take ten seconds to start.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = _context()
+    context = _context(cuda)
     pipes: dict[Connection, int] = {}
     processes = []
     for rank in range(ranks):

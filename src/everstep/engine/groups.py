@@ -23,6 +23,10 @@ from everstep.layout import Layout
 #: How long ``close_groups`` waits for the abort of NCCL communicators; they are left behind after that.
 ABORT_TIMEOUT_S = 30.0
 
+#: To be set before the replica's NCCL world is made: else the watchdog may end a whole process because a peer died or
+#: merely closed its groups first. What a failed collective means is the step transaction's decision.
+NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+
 # What gloo and the store say when a peer is gone or silent; NCCL has exception types of its own.
 _BROKEN = (
     "gloo",

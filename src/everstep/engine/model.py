@@ -6,6 +6,7 @@ Transformers' meaning is the reference: the tests compare log-probabilities, gra
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,11 @@ from everstep.errors import BadInput
 from everstep.layout import Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Advice to Megatron's developers that would be repeated for every engine: that GPTModel is to be replaced by
+# HybridModel, and that DDP computes the layout of its buffers itself.
+for _name in ("models.gpt.gpt_model", "distributed.distributed_data_parallel"):
+    logging.getLogger(f"megatron.core.{_name}").setLevel(logging.ERROR)
+
 FAMILIES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")
 

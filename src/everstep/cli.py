@@ -51,10 +51,10 @@ def train(
     from everstep.config.load import load_config
 
     loaded = load_config(config, overrides or [])
-    from everstep import launch
+    from everstep.launch import run as run_recipe
 
     again = ["-m", "everstep", "train", config, *(overrides or []), *(["--clean"] * clean), *(["--debug"] * debug)]
-    return launch.run(loaded, program=again, clean=clean)
+    return run_recipe(loaded, program=again, clean=clean)
 
 
 @app.command(context_settings=_OVERRIDES)
@@ -116,7 +116,7 @@ def report(
     folder = open_run_dir(run)
     _console().print(summary_table(read_events(folder.events)))
     folder.report.mkdir(exist_ok=True)
-    print(reward_curve(folder.path / "metrics.jsonl", folder.events, folder.report / "curve.png"))
+    print(reward_curve(folder.path / "metrics.jsonl", folder.events, folder.report / "reward_curve.png"))
 
 
 def _console() -> Any:
@@ -135,9 +135,10 @@ def run(arguments: Sequence[str]) -> int:
     try:
         return int(app(args=list(arguments) or ["--help"], standalone_mode=False, prog_name="everstep") or 0)
     except EverstepError as error:
+        told = _told_launcher(error)
         if debug:
             raise
-        return _say(error, error.exit_code)
+        return error.exit_code if told else _say(error, error.exit_code)
     except _UsageError as error:
         command = f"everstep {error.ctx.info_name}" if error.ctx and error.ctx.parent else "everstep"
         return _say(f"{error.format_message().rstrip('.')} (see {command} --help)", BadInput.exit_code)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from everstep.cluster.environment import detect_launcher
 from everstep.config import derive
 from everstep.config.check import check_plan
 from everstep.config.load import Loaded, dump
@@ -92,7 +93,7 @@ def make_plan(config: Config, environ: Mapping[str, str] = os.environ) -> Plan:
         config=config,
         sizes=sizes,
         shape=shape,
-        launcher=derive.launcher(config, environ),
+        launcher=detect_launcher(config, environ),
         device=derive.device(config, environ),
         memory=tuple(rank_memory(config, sizes, shape, rank) for rank in ranks),
         placement=_placement(config, sizes.layout, environ),
@@ -198,7 +199,9 @@ def print_plan(plan: Plan, loaded: Loaded, console: Console) -> None:
     console.print(table)
 
     columns = ("replica", "rank", "pp", "dp", "cp", "tp", "weights", "grads", "optim", "recov", "other", "total")
-    table = Table(title="Layout, and estimated memory of each rank (GiB)", title_justify="left")
+    most = max(memory.total for memory in plan.memory)
+    scale, unit = (2**30, "GiB") if most >= 2**28 else (2**20, "MiB")
+    table = Table(title=f"Layout, and estimated memory of each rank ({unit})", title_justify="left")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     layout = plan.sizes.layout
@@ -206,10 +209,9 @@ def print_plan(plan: Plan, loaded: Loaded, console: Console) -> None:
         at, memory = layout.position(rank), plan.memory[rank]
         held = (memory.weights, memory.gradients, memory.optimizer, memory.recovery)
         numbers = (*held, memory.total - sum(held), memory.total)
-        table.add_row(*map(str, (replica, rank, at.pp, at.dp, at.cp, at.tp)), *(f"{n / 2**30:.2f}" for n in numbers))
+        table.add_row(*map(str, (replica, rank, at.pp, at.dp, at.cp, at.tp)), *(f"{n / scale:.2f}" for n in numbers))
     for spare in range(layout.spares):
-        most = max(memory.total for memory in plan.memory)
-        table.add_row("spare", str(spare), *["-"] * 4, *["-"] * 5, f"≤{most / 2**30:.2f}")
+        table.add_row("spare", str(spare), *["-"] * 4, *["-"] * 5, f"≤{most / scale:.2f}")
     console.print(table)
     console.print("other: activations of the longest samples, logits, reference model, rollout copy")
 
@@ -229,12 +231,20 @@ def size_rows(plan: Plan) -> list[tuple[str, str]]:
     rows = [
         ("model", f"{shape.architecture}, {shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers"),
         ("launcher, device", f"{plan.launcher}, {plan.device}"),
-        ("ranks", f"{layout.replicas} x {layout.ranks_per_replica} + {layout.spares} spares = {layout.devices} processes"),
+        (
+            "ranks",
+            f"{layout.replicas} x {layout.ranks_per_replica}, {_count(layout.spares, 'spare')}: {_count(layout.devices, 'process')}",
+        ),
     ]
     if sizes.rl:
         rl = plan.config.rl
         made = f"{rl.prompts_per_step} prompts x {rl.samples_per_prompt} = {sizes.rl.samples_per_iteration} samples"
-        rows.append(("one iteration", f"{made}, {sizes.rl.updates_per_iteration} optimizer steps"))
+        rows.append(
+            (
+                "one iteration",
+                f"{made}, {_count(sizes.rl.updates_per_iteration, 'optimizer step')}",
+            )
+        )
         rows.append(("iterations", str(sizes.rl.iterations)))
     if sizes.warmup:
         rows += [(f"warm-up {name}", value) for name, value in _step_rows(sizes.warmup)]
@@ -264,17 +274,22 @@ def recovery_lines(plan: Plan) -> list[str]:
     else:
         first = (
             f"{plan.deaths_at_once} of {layout.replicas} replicas may be broken at once "
-            f"(recovery.min_replicas={config.recovery.min_replicas}); {layout.spares} dead ranks are replaced by spares"
+            f"(recovery.min_replicas={config.recovery.min_replicas}); spares replace {_count(layout.spares, 'dead rank')}"
         )
     heal = plan.heal_bytes
     checkpoint = config.checkpoint
     every = f"every {checkpoint.every_steps} steps" if checkpoint.every_steps else ""
     when = " and ".join(part for part in (every, "at the end" if checkpoint.at_end else "") if part) or "never"
-    return [
-        first,
-        f"a heal sends {size_text(heal)} to one rank: {heal / _QUOTED_BYTES_PER_S:.1f} s at 1 GB/s",
-        f"a checkpoint ({when}) writes {size_text(plan.checkpoint_bytes)}; {checkpoint.keep_last} are kept",
-    ]
+    lines = [first]
+    if config.recovery.enabled and layout.replicas > 1:
+        lines.append(f"a heal sends {size_text(heal)} to one rank: {heal / _QUOTED_BYTES_PER_S:.1f} s at 1 GB/s")
+    lines.append(f"a checkpoint ({when}) writes {size_text(plan.checkpoint_bytes)}; {checkpoint.keep_last} are kept")
+    return lines
+
+
+def _count(number: int, thing: str) -> str:
+    """``1 spare``, ``2 spares``, ``3 processes``."""
+    return f"{number} {thing}" + ("" if number == 1 else "es" if thing.endswith("s") else "s")
 
 
 def size_text(count: int) -> str:

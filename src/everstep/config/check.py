@@ -1,7 +1,7 @@
 """Combinations that cannot work, refused before any process starts. Each refusal names the keys to change.
 
-:func:`check_plan` costs milliseconds and imports neither torch nor transformers; :func:`check` also reads the data,
-resolves the reward, and fetches the model. What a file or an override holds by itself is checked by ``load.py``.
+:func:`check_plan` costs milliseconds and imports neither torch nor transformers; :func:`check` also fetches the model.
+What a file or an override holds by itself is checked by ``load.py``, what records hold by ``everstep.data.check``.
 """
 
 from __future__ import annotations
@@ -11,36 +11,26 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from everstep.cluster.environment import check_user_environment, detect_launcher, inside_torchrun
 from everstep.config import derive
 from everstep.config.schema import Config
-from everstep.engine.source import ModelShape, describe
+from everstep.engine.source import ModelShape, describe, resolve
 from everstep.errors import BadInput, ConfigError
 from everstep.layout import Layout
-
-#: Set by the launcher for each rank; a user's value would put ranks in each other's place.
-RESERVED_ENV = {
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-    *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"),
-}
-RESERVED_ENV_PREFIXES = ("EVERSTEP_", "TORCHELASTIC_")
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 def check(config: Config, environ: Mapping[str, str] = os.environ) -> derive.Sizes:
-    """Everything that can be known to fail before a process is started. ``BadInput``; fetches the model if need be."""
+    """What ``everstep train`` refuses besides the data: as :func:`check_plan`, and a model that cannot be had. ``BadInput``."""
     sizes = check_plan(config, environ)
-    from everstep import data
-    from everstep.engine.source import resolve
-
     resolve(config.model)
-    data.check(config)
     return sizes
 
 
 def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> derive.Sizes:
     """What ``everstep plan`` refuses, cheapest first. Returns the derived sizes."""
-    _check_environment(config)
+    check_user_environment(config.env)
     _check_recovery(config)
     sizes = derive.sizes(config)
     _check_launcher(config, sizes.layout, environ)
@@ -79,7 +69,7 @@ def check_model(shape: ModelShape, layout: Layout, path: str) -> None:
 
 
 def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) -> None:
-    if derive.launcher(config, environ) == "local":
+    if detect_launcher(config, environ) == "local":
         how = "launcher=local" if config.launcher == "local" else "launcher=auto under torchrun (local)"
         if layout.replicas > 1:
             raise ConfigError(
@@ -90,7 +80,7 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
                 f"{how} has no place for layout.spares={layout.spares}: torchrun restarts processes itself; "
                 "use launcher=ray, or layout.spares=0"
             )
-        if derive.under_torchrun(environ):
+        if inside_torchrun(environ):
             started = int(environ.get("WORLD_SIZE", "1"))
             if started != layout.ranks_per_replica:
                 raise ConfigError(
@@ -100,11 +90,6 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
                 )
         elif config.local.port:
             _check_port(config.local.port)
-    elif config.launcher == "ray" and derive.under_torchrun(environ) and int(environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            "launcher=ray under torchrun would start a controller in every process; "
-            "start it without torchrun, or use launcher=local"
-        )
     if derive.device(config, environ) == "cuda" and not config.ray.address:
         present = derive.cuda_devices(environ)
         if layout.devices > present:
@@ -247,14 +232,6 @@ def _check_functions(config: Config) -> None:
             load_function(spec, key)
     if config.recipe == "grpo" and config.reward.function and ":" in config.reward.function:
         load_function(config.reward.function, "reward.function")
-
-
-def _check_environment(config: Config) -> None:
-    for name in config.env:
-        if name in RESERVED_ENV or name.startswith(RESERVED_ENV_PREFIXES):
-            raise ConfigError(f"env.{name} is set by the launcher for each rank; remove it")
-        if not name or "=" in name or "\0" in name + config.env[name]:
-            raise ConfigError(f"env.{name} is not a name that an environment variable can have")
 
 
 def _or(numbers: list[int]) -> str:

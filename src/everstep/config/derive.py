@@ -1,6 +1,6 @@
-"""Sizes that follow from the configuration: batch arithmetic, steps, ranks, launcher, device.
+"""Sizes that follow from the configuration: batch arithmetic, steps, ranks, device.
 
-Pure, but for :func:`launcher` and :func:`device`, which look at the environment and the machine. A size that does not
+Pure, but for :func:`device`, which looks at the machine. A size that does not
 come out whole is a :class:`ConfigError` naming the keys to change.
 """
 
@@ -120,18 +120,6 @@ def sizes(config: Config) -> Sizes:
 
 
 # ---------------------------------------- what depends on where we are
-
-
-def launcher(config: Config, environ: Mapping[str, str] = os.environ) -> Literal["ray", "local"]:
-    """``auto`` is ``local`` in a process that torchrun started, and ``ray`` elsewhere."""
-    if config.launcher == "auto":
-        return "local" if under_torchrun(environ) else "ray"
-    return config.launcher
-
-
-def under_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun started this process."""
-    return "TORCHELASTIC_RUN_ID" in environ
 
 
 def device(config: Config, environ: Mapping[str, str] = os.environ) -> Literal["cpu", "cuda"]:

@@ -233,7 +233,8 @@ def size_rows(plan: Plan) -> list[tuple[str, str]]:
         ("launcher, device", f"{plan.launcher}, {plan.device}"),
         (
             "ranks",
-            f"{layout.replicas} x {layout.ranks_per_replica}, {_count(layout.spares, 'spare')}: {_count(layout.devices, 'process')}",
+            f"{layout.replicas} x {layout.ranks_per_replica}, {_count(layout.spares, 'spare')}: "
+            + _count(layout.devices, "process"),
         ),
     ]
     if sizes.rl:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,14 +56,18 @@ class RankActor:
 
     def __init__(self, spec: ActorSpec):
         _redirect_output(Path(spec.log_path))
+        warnings.filterwarnings("ignore", module=r"torch|megatron|transformers")  # advice to developers of those
+
         import torch
 
         from everstep.cluster.device import choose_device
         from everstep.cluster.worker import Worker
         from everstep.engine import cpu
+        from everstep.engine.groups import NCCL_ENVIRONMENT
         from everstep.recovery.control import Control
         from everstep.telemetry.events import EventLog
 
+        os.environ.update(NCCL_ENVIRONMENT)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         device = choose_device(spec.config)
         if device.type == "cuda":

@@ -29,6 +29,7 @@ from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.worker import Formation, Worker
 from everstep.config.schema import Config
 from everstep.engine import cpu
+from everstep.engine.groups import NCCL_ENVIRONMENT
 from everstep.engine.loss import LossSpec
 from everstep.errors import BadInput
 from everstep.layout import Layout
@@ -71,6 +72,7 @@ def join_world(config: Config) -> environment.RankEnvironment:
         torch.cuda.set_device(device)
     else:
         cpu.apply()
+    os.environ.update(NCCL_ENVIRONMENT)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=config.recovery.step_timeout_s))
     return env

@@ -6,6 +6,7 @@ included, goes over the coordinator's channel; Ray starts processes and moves da
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -36,7 +37,15 @@ from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.worker import Formation
 from everstep.config.schema import Config
 from everstep.engine.loss import LossSpec
-from everstep.errors import BadInput, DeadlineExceeded, EverstepError, Fenced, NotEnoughReplicas, ReplicaBroken, WorkerFailed
+from everstep.errors import (
+    BadInput,
+    DeadlineExceeded,
+    EverstepError,
+    Fenced,
+    NotEnoughReplicas,
+    ReplicaBroken,
+    WorkerFailed,
+)
 from everstep.layout import Layout
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.coordinator import Coordinator, State
@@ -492,10 +501,8 @@ def _on_node(node_id: str) -> Any:
 
 
 def _signal_pid(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):  # it is gone already, which is what a kill wants
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass  # it is gone already, which is what a kill wants
 
 
 def _pid_runs(pid: int) -> bool:

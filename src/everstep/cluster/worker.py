@@ -246,8 +246,9 @@ class Worker:
                 )
         elif member:
             self._entered.set()
-        elif self._entered.is_set() and self.device.type == "cuda":
-            _abort_world()  # a NCCL collective whose peer died spins for ever; gloo's raises
+        elif self._entered.is_set() and self.device.type == "cuda" and self._state:
+            # A NCCL collective whose peer died spins for ever (gloo's raises). Not on this thread: it must go on listening.
+            threading.Thread(target=self._state.engine.abort, name="abort", daemon=True).start()
 
     def _is_broken(self) -> bool:
         return self._entered.is_set() and not self.control.includes(self.worker_id)
@@ -361,12 +362,6 @@ class Worker:
             for _ in weights:
                 pass  # a collective: every rank of the replica takes part
         self._rollout_version = version
-
-
-def _abort_world() -> None:
-    """Abort every NCCL group of this process, each in its own thread: one after the other would hang."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        threading.Thread(target=group.abort, name="abort", daemon=True).start()
 
 
 def _seed(seed: int, step: int, slot: int, dp: int) -> int:

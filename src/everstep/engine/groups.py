@@ -76,7 +76,7 @@ def abort_groups() -> None:
     Concurrently: one after the other can hang, because freeing an idle communicator waits for the kernel that spins
     in the broken one.
     """
-    if not dist.is_initialized() or dist.get_backend() != "nccl":
+    if not dist.is_initialized() or "nccl" not in dist.get_backend_config():
         return
     threads = [
         threading.Thread(target=group.abort, daemon=True) for group in list(dist.distributed_c10d._world.pg_map)

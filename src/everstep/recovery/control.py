@@ -5,6 +5,7 @@ The main thread never waits without a deadline; a lost coordinator ends every wa
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -111,10 +112,8 @@ class Control:
         with self._changed:
             self._lost = self._lost or "closed by this process"
             self._changed.notify_all()
-        try:
+        with contextlib.suppress(OSError):  # the coordinator closed first
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the coordinator closed first
         self._socket.close()
 
     # -- threads -----------------------------------------------------------------------------------------------------------

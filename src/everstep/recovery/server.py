@@ -6,6 +6,7 @@ every rank sees the same log. The single line that makes a step durable is ``sel
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import queue
 import socket
@@ -53,10 +54,8 @@ class _Session:
 
     def close(self) -> None:
         self.outbox.put(None)
-        try:
+        with contextlib.suppress(OSError):  # already closed by the other end
             self.sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # already closed by the other end
         self.sock.close()
 
 

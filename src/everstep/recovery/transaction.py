@@ -32,7 +32,6 @@ from everstep.recovery.replica import ReplicaWorld
 from everstep.recovery.view import Epoch, Kind, Outcome, Record, View, Vote, assign
 from everstep.telemetry.events import EventLog
 
-
 LINK_GRACE_S = 1.0
 
 

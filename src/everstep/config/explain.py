@@ -53,6 +53,7 @@ UNITS = {
     "rl.kl_coef": RATIO,
     "rl.entropy_coef": RATIO,
     "rl.eval_every": "RL iterations",
+    "sft.eval_every": "optimizer steps",
     "rollout.temperature": RATIO,
     "rollout.eval_temperature": RATIO,
     "rollout.top_p": "probability",

@@ -56,6 +56,11 @@ def nearest(key: str) -> list[str]:
     if entry:  # a slip inside an entry of a list
         return [f"{parent}.{name}" for name in difflib.get_close_matches(last, entry.model_fields, 2)]
     known = [name for name, _ in fields()] + [name for name, _ in sections()]
+    inside = dict(sections()).get(parent)
+    if inside:  # a slip in the last part inside the right section is likelier than the same name elsewhere
+        close = difflib.get_close_matches(last, inside.model_fields, 2, cutoff=0.5)
+        if close:
+            return [f"{parent}.{name}" for name in close[:1]]
     same_name = [name for name in known if name.rpartition(".")[2] == last]
     if same_name:
         if not parent:
@@ -67,7 +72,6 @@ def nearest(key: str) -> list[str]:
         lasts.setdefault(name.rpartition(".")[2], []).append(name)
     close = difflib.get_close_matches(last, lasts, 2, cutoff=0.75)
     by_last = [name for match in close for name in lasts[match]]
-    # A slip in the last part inside the right section is likelier than the same name elsewhere.
     return sorted(dict.fromkeys(by_key + by_last), key=lambda name: -_likeness(key, name))[:3]
 
 

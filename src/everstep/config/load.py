@@ -42,7 +42,12 @@ class Origins:
         if key in self.given:
             return self.given[key]
         inside = [origin for given, origin in self.given.items() if given.startswith(key + ".")]
-        above = [origin for given, origin in self.given.items() if key.startswith(given + ".")]
+        # Of a mapping or list that was given whole; a section that was given leaves its other keys to their defaults.
+        above = [
+            origin
+            for given, origin in self.given.items()
+            if key.startswith(given + ".") and not section_of(field_type(given))
+        ]
         return (inside or above or [DEFAULT])[-1]
 
 
@@ -76,12 +81,13 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
     for key, raw in parse_overrides(overrides):
         require_known(key, COMMAND_LINE)
         try:
-            OmegaConf.update(tree, key, _value(key, raw), merge=False, force_add=True)
+            value = _value(key, raw)
+            OmegaConf.update(tree, key, value, merge=False, force_add=True)
         except _CANNOT_SET as e:
             raise ConfigError(f"{key}={raw} ({COMMAND_LINE}) cannot be set: {_first_line(e)}") from e
         for old in [k for k in given if k == key or k.startswith(key + ".")]:
             del given[old]
-        given[key] = COMMAND_LINE
+        given.update(dict.fromkeys(_leaves(key, value), COMMAND_LINE))
     try:
         raw_tree = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as e:
@@ -193,6 +199,13 @@ def _lines(text: str) -> Iterator[tuple[str, int]]:
         yield key, line
         if isinstance(node, yaml.SequenceNode):
             stack += [(f"{key}.{i}", item, item.start_mark.line + 1) for i, item in enumerate(node.value)]
+
+
+def _leaves(key: str, value: Any) -> list[str]:
+    """``key``, or, where a section was given as a mapping, the keys in it."""
+    if isinstance(value, dict) and value:
+        return [leaf for name, inner in value.items() for leaf in _leaves(f"{key}.{name}", inner)]
+    return [key]
 
 
 def _first_line(error: BaseException) -> str:

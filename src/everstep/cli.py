@@ -11,15 +11,25 @@ from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
-from everstep.errors import BadInput, EverstepError
+from everstep.errors import BadInput, EverstepError, Interrupted
 
-INTERRUPTED = 130
 # click's class, under the one name that is public in every typer: newer ones carry a click of their own.
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
+
+class _Commands(typer.core.TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # typer would end without a word
+            raise Interrupted("interrupted") from None
+
+
 app = typer.Typer(
     name="everstep",
+    cls=_Commands,
     help="Post-training of language models that survives the death of any process.",
     epilog="KEY=VALUE overrides (or --KEY VALUE) follow CONFIG. Exit codes: 0 done, "
     "2 bad input, 3 resumable, 4 invariant violated, 130 interrupted.",
@@ -70,7 +80,9 @@ def plan(config: Config_, overrides: Overrides = None, debug: Debug = False) -> 
 @app.command(context_settings=_OVERRIDES)
 def explain(
     key: Annotated[str, typer.Argument(metavar="KEY", help="A key (optimizer.lr) or a section (optimizer).")],
-    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]", help="Show the value there, and its origin.")] = None,
+    config: Annotated[
+        str | None, typer.Argument(metavar="[CONFIG]", help="Show the value there, and its origin.")
+    ] = None,
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
@@ -90,7 +102,9 @@ def explain(
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint, a run folder, or a model as in model.path.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A checkpoint, a run folder, or a model as in model.path.")
+    ],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT")],
     max_tokens: Annotated[int, typer.Option(help="Most tokens to make.")] = 256,
     temperature: Annotated[float, typer.Option(help="0: the likeliest token each time.")] = 0.0,
@@ -144,8 +158,6 @@ def run(arguments: Sequence[str]) -> int:
         return _say(f"{error.format_message().rstrip('.')} (see {command} --help)", BadInput.exit_code)
     except typer.Exit as stop:
         return stop.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        return _say("interrupted", INTERRUPTED)
 
 
 def _told_launcher(error: EverstepError) -> bool:

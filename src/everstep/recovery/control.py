@@ -34,6 +34,7 @@ class Control:
         self._socket = socket.create_connection(address, timeout=connect_timeout_s)
         wire.tune(self._socket)
         self._socket.settimeout(None)
+        self.local_host: str = self._socket.getsockname()[0]  # the address of this machine that the others can reach
         wire.send(self._socket, {"token": token, "worker": worker, "pid": os.getpid(), "host": socket.gethostname()})
         threading.Thread(target=self._receive_loop, name="control-receive", daemon=True).start()
         threading.Thread(target=self._heartbeat_loop, name="control-heartbeat", daemon=True).start()

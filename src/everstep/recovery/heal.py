@@ -2,17 +2,22 @@
 
 Between two commits nothing of the state changes, and step k+1 cannot commit before the joiner voted, so the source streams
 version k in a thread of its own during its forward/backward of k+1 without copying anything aside (docs/protocol.md, rule 19).
-The stream runs over a two-member gloo group of its own; device memory is staged through the host in buckets. Each bucket
-carries version and checksum; a bucket that fails either is never written into the joiner's state.
+
+The stream is one TCP connection from the joiner to the source, found through the run's store and opened with a secret. Host
+memory is sent and received in place; device memory goes through pinned buffers on a side stream. Each chunk carries version
+and checksum; the joiner's state is dirty from the first chunk until the last one is verified.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
+import secrets
+import socket
+import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -20,9 +25,10 @@ import torch.distributed as dist
 import xxhash
 
 from everstep.errors import DeadlineExceeded, InvariantViolated, LinkBroken
-from everstep.recovery.link import interruptible
 
-BUCKET_BYTES = 64 << 20
+CHUNK_BYTES = 32 << 20
+_POLL_S = 0.05
+_MARK = struct.Struct("!qQQ")  # version, bytes, checksum
 
 
 class State(Protocol):
@@ -31,7 +37,7 @@ class State(Protocol):
     version: int | None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Named views of everything; writing into them changes the state."""
+        """Named views of everything, contiguous; writing into them changes the state."""
 
     def scalars(self) -> dict[str, Any]:
         """What is no tensor, as JSON values."""
@@ -47,113 +53,220 @@ class Healed:
 
 
 class HealStream:
-    """A one-way stream of bytes between two ranks; ``name`` (epoch, replica, position) is never used twice."""
+    """A connection between a source and a joiner. ``name`` (epoch, joiner, position) is used once.
 
-    def __init__(self, name: str, source: bool, store: dist.Store, timeout_s: float, stop: Callable[[], bool]):
-        self._stop, self._end, self._name, self._timeout_s = stop, time.monotonic() + timeout_s, name, timeout_s
-        prefixed = dist.PrefixStore(f"heal/{name}", store)
-        self._group: Any = interruptible(
-            lambda: dist.ProcessGroupGloo(prefixed, 0 if source else 1, 2, timedelta(seconds=timeout_s)),
-            stop, timeout_s, f"heal {name}",
-        )
+    Every wait ends with LinkBroken when ``stop`` turns true (a newer view) or the other end is gone, and with
+    DeadlineExceeded after ``timeout_s`` (recovery.heal_timeout_s).
+    """
 
-    def move(self, data: torch.Tensor, from_joiner: bool = False) -> None:
-        """The source's bytes arrive in the joiner's ``data`` (uint8, same size), or the other way round."""
-        options = dist.BroadcastOptions()
-        options.rootRank = int(from_joiner)
+    def __init__(self, name: str, store: dist.Store, timeout_s: float, stop: Callable[[], bool]):
+        self._name, self._store, self._stop, self._timeout_s = name, store, stop, timeout_s
+        self._end = time.monotonic() + timeout_s
+        self._socket: socket.socket | None = None
+
+    def serve(self, host: str) -> HealStream:
+        """The source's end: wait for the joiner. ``host``: the address of this machine that the others can reach."""
+        secret = secrets.token_hex(16)
+        with socket.create_server((host, 0)) as listener:
+            self._store.set(f"heal/{self._name}", json.dumps([host, listener.getsockname()[1], secret]))
+            listener.settimeout(_POLL_S)
+            while self._socket is None:
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    self._check()
+                    continue
+                self._adopt(connection)
+                said = bytearray(len(secret))
+                self.receive_into(memoryview(said))
+                if not hmac.compare_digest(said.decode(errors="replace"), secret):
+                    connection.close()
+                    self._socket = None
+        return self
+
+    def join(self) -> HealStream:
+        """The joiner's end: find the source and connect."""
+        key = f"heal/{self._name}"
+        while not self._store.check([key]):
+            self._check()
+            time.sleep(0.002)
+        host, port, secret = json.loads(self._store.get(key))
         try:
-            work = self._group.broadcast([data], options)
-            while not work.is_completed():
-                if self._stop():
-                    raise LinkBroken(f"heal {self._name} was overtaken by a newer view")
-                if time.monotonic() > self._end:
-                    raise DeadlineExceeded(f"heal {self._name} took longer than {self._timeout_s:g} s (recovery.heal_timeout_s)")
-                time.sleep(0.0002)
-            work.wait()
-        except RuntimeError as error:
-            raise LinkBroken(f"heal {self._name}: {error}") from error
+            self._adopt(socket.create_connection((host, port), timeout=2.0))
+        except OSError as error:
+            raise LinkBroken(f"heal {self._name}: cannot reach the source at {host}:{port} ({error})") from error
+        self.send(memoryview(secret.encode()))
+        return self
+
+    def _adopt(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(_POLL_S)
+        self._socket = connection
+
+    def send(self, data: memoryview) -> None:
+        self._move(data, lambda sock, rest: sock.send(rest))
+
+    def receive_into(self, data: memoryview) -> None:
+        self._move(data, lambda sock, rest: sock.recv_into(rest))
+
+    def _move(self, data: memoryview, step: Callable[[socket.socket, memoryview], int]) -> None:
+        assert self._socket is not None
+        done = 0
+        while done < len(data):
+            try:
+                moved = step(self._socket, data[done:])
+            except TimeoutError:
+                self._check()
+                continue
+            except OSError as error:
+                raise LinkBroken(f"heal {self._name}: the other end is gone ({error})") from error
+            if moved == 0:
+                raise LinkBroken(f"heal {self._name}: the other end closed the connection")
+            done += moved
+
+    def _check(self) -> None:
+        if self._stop():
+            raise LinkBroken(f"heal {self._name} was overtaken by a newer view")
+        if time.monotonic() > self._end:
+            raise DeadlineExceeded(f"heal {self._name} took longer than {self._timeout_s:g} s (recovery.heal_timeout_s)")
 
     def close(self) -> None:
-        self._group = None  # closes its sockets
+        if self._socket is not None:
+            self._socket.close()
 
+    def __enter__(self) -> HealStream:
+        return self
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_contiguous():
-        raise InvariantViolated(f"a state tensor of shape {tuple(tensor.shape)} is not contiguous: it could not be written into")
-    return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _header(state: Mapping[str, torch.Tensor], version: int, scalars: Mapping[str, Any]) -> bytes:
-    tensors = [[name, list(t.shape), str(t.dtype)] for name, t in state.items()]
-    return json.dumps({"version": version, "scalars": scalars, "tensors": tensors}).encode()
-
-
-def _chunks(state: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Flat uint8 views of at most BUCKET_BYTES, in order."""
-    return [chunk for t in state.values() if t.numel() for chunk in _bytes_of(t).split(BUCKET_BYTES)]
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 def send(stream: HealStream, state: State, version: int) -> Healed:
-    """Stream ``state``, which is at ``version``. Nothing but the handshake moves if the joiner holds that version already.
-
-    Raises LinkBroken if the joiner is gone or a newer view voids the heal.
-    """
+    """Stream ``state``, which is at ``version``. Nothing but the handshake moves if the joiner holds that version already."""
     start, nbytes = time.monotonic(), 0
-    has = torch.zeros(8, dtype=torch.uint8)
-    stream.move(has, from_joiner=True)
-    if int(has.view(torch.int64)) == version:
+    has = bytearray(8)
+    stream.receive_into(memoryview(has))
+    if struct.unpack("!q", has)[0] == version:
         return Healed(0, time.monotonic() - start)
     tensors = state.tensors()
-    header = _header(tensors, version, state.scalars())
-    stream.move(torch.tensor([len(header), version], dtype=torch.int64).view(torch.uint8))
-    stream.move(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-    for chunk in _chunks(tensors):
-        host = chunk.cpu().contiguous()
-        stream.move(torch.tensor([version, _checksum(host)], dtype=torch.int64).view(torch.uint8))
-        stream.move(host)
-        nbytes += host.numel()
+    header = json.dumps({"scalars": state.scalars(), "tensors": _describe(tensors)}).encode()
+    stream.send(memoryview(_MARK.pack(version, len(header), _checksum(memoryview(header)))))
+    stream.send(memoryview(header))
+    for host in _on_host(tensors):
+        stream.send(memoryview(_MARK.pack(version, len(host), _checksum(host))))
+        stream.send(host)
+        nbytes += len(host)
     return Healed(nbytes, time.monotonic() - start)
 
 
 def receive(stream: HealStream, state: State, version: int) -> Healed:
     """Bring ``state`` to ``version`` from the source; a state that is there already stays as it is.
 
-    The state is dirty from the first chunk until the last one is verified. Raises LinkBroken (the source is gone or a chunk
-    is damaged: all chunks are void) or InvariantViolated (the layouts differ).
+    Raises LinkBroken (the source is gone, or a chunk is damaged or of another version: all chunks are void and the state
+    stays dirty) or InvariantViolated (the layouts differ).
     """
     start, nbytes = time.monotonic(), 0
     mine = state.version if state.version is not None else -1
-    stream.move(torch.tensor([mine], dtype=torch.int64).view(torch.uint8), from_joiner=True)
+    stream.send(memoryview(struct.pack("!q", mine)))
     if mine == version:
         return Healed(0, time.monotonic() - start)
-    size = torch.zeros(16, dtype=torch.uint8)
-    stream.move(size)
-    length, sent_version = (int(x) for x in size.view(torch.int64))
-    header = torch.zeros(length, dtype=torch.uint8)
-    stream.move(header)
-    said = json.loads(header.numpy().tobytes())
-    if sent_version != version or said["version"] != version:
-        raise LinkBroken(f"the source streams version {sent_version}, version {version} was asked for")
+    size, checksum = _receive_mark(stream, version)
+    header = bytearray(size)
+    _receive_checked(stream, memoryview(header), size, checksum)
+    said = json.loads(bytes(header))
     tensors = state.tensors()
-    expected = json.loads(_header(tensors, version, {}))["tensors"]
+    expected = _describe(tensors)
     if said["tensors"] != expected:
         odd = [t for t in (*expected, *said["tensors"]) if t not in expected or t not in said["tensors"]]
-        raise InvariantViolated(f"the source's state does not fit mine; the first tensor that differs: {odd[:1] or 'their order'}")
+        raise InvariantViolated(f"the source's state does not fit mine; first difference: {odd[:1] or 'the order of tensors'}")
     state.version = None
+    staging: torch.Tensor | None = None
     for chunk in _chunks(tensors):
-        mark = torch.zeros(16, dtype=torch.uint8)
-        stream.move(mark)
-        chunk_version, checksum = (int(x) for x in mark.view(torch.int64))
-        host = torch.empty(chunk.numel(), dtype=torch.uint8)
-        stream.move(host)
-        if chunk_version != version or _checksum(host) != checksum:
-            raise LinkBroken(f"a chunk of version {chunk_version} arrived damaged while healing to {version}")
-        chunk.copy_(host)
-        nbytes += host.numel()
+        size, checksum = _receive_mark(stream, version)
+        if chunk.is_cuda:
+            staging = staging if staging is not None else torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+            host = staging[: chunk.numel()]
+            _receive_checked(stream, _memory(host), size, checksum)
+            chunk.copy_(host)  # returns when the buffer may be used again
+        else:
+            _receive_checked(stream, _memory(chunk), size, checksum)
+        nbytes += size
     state.load_scalars(said["scalars"])
     state.version = version
     return Healed(nbytes, time.monotonic() - start)
 
 
-def _checksum(host: torch.Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(host.numpy().data) & 0x7FFF_FFFF_FFFF_FFFF
+def _receive_mark(stream: HealStream, version: int) -> tuple[int, int]:
+    """(bytes, checksum) of what comes next; LinkBroken if it is of another version."""
+    mark = bytearray(_MARK.size)
+    stream.receive_into(memoryview(mark))
+    sent_version, size, checksum = _MARK.unpack(mark)
+    if sent_version != version:
+        raise LinkBroken(f"the source streams version {sent_version}, version {version} was asked for")
+    return size, checksum
+
+
+def _receive_checked(stream: HealStream, host: memoryview, expected: int, checksum: int) -> None:
+    if len(host) != expected:
+        raise LinkBroken(f"a chunk of {expected} bytes came where {len(host)} were expected")
+    stream.receive_into(host)
+    if _checksum(host) != checksum:
+        raise LinkBroken("a chunk arrived damaged: its checksum is wrong")
+
+
+def _describe(tensors: Mapping[str, torch.Tensor]) -> list[list[Any]]:
+    return [[name, list(t.shape), str(t.dtype)] for name, t in tensors.items()]
+
+
+def _chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Flat uint8 views of at most CHUNK_BYTES, in order."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise InvariantViolated(f"state tensor {name} of shape {tuple(tensor.shape)} is not contiguous")
+        if tensor.numel():
+            yield from tensor.detach().view(-1).view(torch.uint8).split(CHUNK_BYTES)
+
+
+def _on_host(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
+    """Each chunk as host memory: in place on CPU; from a device through two pinned buffers on a side stream, the copy of the
+    next chunk running while the caller sends this one. A yielded view is valid until the next but one is asked for."""
+    staged: tuple[torch.Tensor, torch.cuda.Event] | None = None
+    copier: _FromDevice | None = None
+    for chunk in _chunks(tensors):
+        if not chunk.is_cuda:
+            yield _memory(chunk)
+            continue
+        copier = copier or _FromDevice(chunk.device)
+        following = copier.start(chunk)
+        if staged:
+            staged[1].synchronize()
+            yield _memory(staged[0])
+        staged = following
+    if staged:
+        staged[1].synchronize()
+        yield _memory(staged[0])
+
+
+class _FromDevice:
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.Stream(device)
+        self._buffers = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._turn = 0
+
+    def start(self, chunk: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        host = self._buffers[self._turn][: chunk.numel()]
+        self._turn = 1 - self._turn
+        with torch.cuda.stream(self._stream):
+            host.copy_(chunk, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return host, event
+
+
+def _checksum(host: memoryview) -> int:
+    return xxhash.xxh3_64_intdigest(host)
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a uint8 host tensor, in place."""
+    return memoryview(tensor.numpy())  # type: ignore[arg-type]

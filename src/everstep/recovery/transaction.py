@@ -173,6 +173,7 @@ class Transaction:
             self._serve_heal(view, stale)
         mine = assign(work.slots, view.contributors).get(self._replica, ())
         contribution = self._compute(work, view, mine)
+        self._finish_sending()
         self._enter(Phase.REDUCE, work.step)
         self._events.emit("reduce", step=work.step, epoch=view.epoch.key, replica=self._replica, rank=self._rank)
         reduced, broken = self._reduce(work, view, mine, contribution, stale)
@@ -253,11 +254,9 @@ class Transaction:
         self._enter(Phase.HEAL, view.committed + 1)
         self._events.emit("heal_start", step=view.committed, epoch=view.epoch.key, replica=self._replica, rank=self._rank,
                           source=source)
-        stream = heal.HealStream(self._stream_name(view, self._replica), False, self._store, self._config.heal_timeout_s, stale)
-        try:
+        name = self._stream_name(view, self._replica)
+        with heal.HealStream(name, self._store, self._config.heal_timeout_s, stale).join() as stream:
             healed = heal.receive(stream, self._state, view.committed)
-        finally:
-            stream.close()
         self._events.emit("heal_done", step=view.committed, epoch=view.epoch.key, replica=self._replica, rank=self._rank,
                           source=source, heal_bytes=healed.nbytes, seconds=healed.seconds)
 
@@ -268,15 +267,19 @@ class Transaction:
             self._sender = threading.Thread(target=self._send_state, args=(view, joiners, stale), name="heal-source", daemon=True)
             self._sender.start()
 
+    def _finish_sending(self) -> None:
+        """The joiner reduces only once it is healed, so nothing is lost by waiting here; and no kernel of the link spins on
+        this device while the last chunks are copied off it."""
+        sender, self._sender = self._sender, None
+        if sender:
+            sender.join(self._config.heal_timeout_s)
+
     def _send_state(self, view: View, joiners: list[int], stale: Callable[[], bool]) -> None:
         for joiner in joiners:
             name = self._stream_name(view, joiner)
             try:
-                stream = heal.HealStream(name, True, self._store, self._config.heal_timeout_s, stale)
-                try:
-                    heal.send(stream, self._state, view.committed)
-                finally:
-                    stream.close()
+                with heal.HealStream(name, self._store, self._config.heal_timeout_s, stale) as stream:
+                    heal.send(stream.serve(self._control.local_host), self._state, view.committed)
             except (LinkBroken, DeadlineExceeded) as error:
                 if not stale():  # an attempt that is over needs no sender; anything else the joiner reports, and so do I
                     self._events.emit("error", step=view.committed, epoch=view.epoch.key, error=type(error).__name__,

@@ -364,7 +364,7 @@ def test_plain_is_one_line_per_step_and_per_recovery() -> None:
 
 def test_off_prints_nothing() -> None:
     out = io.StringIO()
-    play(Console("off", file=out))
+    play(Console("none", file=out))
     assert out.getvalue() == ""
 
 
@@ -416,7 +416,7 @@ def test_a_terminal_that_goes_away_does_not_end_the_run() -> None:
     console = Console("plain", file=closed)
     closed.close()
     play(console)
-    assert console.mode == "off"
+    assert console.mode == "none"
 
 
 def test_an_ascii_terminal_does_not_end_the_run() -> None:

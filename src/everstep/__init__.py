@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import Any
 
 _PUBLIC = {
-    "launch": "everstep.launch",
-    "run": "everstep.launch",
+    "launch": "everstep.driver",
+    "run": "everstep.driver",
     "load_config": "everstep.config.load",
     "Config": "everstep.config.schema",
     "TrainingBatch": "everstep.cluster.batch",

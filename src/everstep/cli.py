@@ -61,7 +61,7 @@ def train(
     from everstep.config.load import load_config
 
     loaded = load_config(config, overrides or [])
-    from everstep.launch import run as run_recipe
+    from everstep.driver import run as run_recipe
 
     again = ["-m", "everstep", "train", config, *(overrides or []), *(["--clean"] * clean), *(["--debug"] * debug)]
     return run_recipe(loaded, program=again, clean=clean)

@@ -297,7 +297,7 @@ class Fault(Section):
 
 class TelemetryConfig(Section):
     tensorboard: bool = Field(True, description="Write metrics for TensorBoard to RUN/tensorboard.")
-    progress: Literal["auto", "rich", "plain", "off"] = Field(
+    progress: Literal["auto", "rich", "plain", "none"] = Field(
         "auto",
         description="Progress display: `rich` live table, `plain` one line per step; auto: rich on a terminal.",
     )

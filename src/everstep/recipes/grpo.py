@@ -107,6 +107,7 @@ def warm_up(run: Run) -> None:
         tokens = sum(batch.token_counts())
         metrics = step_metrics(result, "train") | {"perf/total_num_tokens": float(tokens)}
         run.log(result.step, metrics | {"perf/throughput": tokens / watch.lap("step")} | watch.seconds, show_at=result.step)
+        run.verify_if_due()
 
 
 def policy_loss(config: Config, on_policy: bool) -> LossSpec:

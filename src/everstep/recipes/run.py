@@ -31,6 +31,7 @@ class Run:
     state: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, float] = field(default_factory=dict)  # numbers for the closing table, by name
     _saved_step: int = -1
+    _verified_step: int = 0
 
     def start(self, total: int, unit: str, done: int = 0) -> None:
         if self.console:
@@ -66,9 +67,10 @@ class Run:
 
     def verify_if_due(self) -> None:
         """Compare all replicas' state every ``train.verify_every`` commits. Raises InvariantViolated."""
-        every = self.config.train.verify_every
-        if every and self.group.committed_step % every == 0:
+        every, step = self.config.train.verify_every, self.group.committed_step
+        if every and step - self._verified_step >= every:
             self.group.verify()
+            self._verified_step = step
 
 
 def step_metrics(result: StepResult, prefix: str) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """What the user sees while a run goes on. Used by the lead process only, from any of its threads.
 
 ``rich`` draws a live display under the scrolling lines (progress, time left, latest metrics, replicas and spares,
-latest completions); ``plain`` prints lines only (logs, CI, pipes); ``off`` prints nothing. In both of the former a step
+latest completions); ``plain`` prints lines only (logs, CI, pipes); ``none`` prints nothing. In both of the former a step
 is one line, and a recovery is one line: who, cause, noticed after, stalled for, lost.
 
 A display must never end a run: if the terminal goes away (closed pipe, hung-up line) the console falls silent.
@@ -27,7 +27,7 @@ from rich.text import Text
 
 from everstep.telemetry.recoveries import Recovery
 
-Mode = Literal["auto", "rich", "plain", "off"]
+Mode = Literal["auto", "rich", "plain", "none"]
 
 #: Metrics of the step line, in order: (name, label, format). Those absent from a step are left out.
 STEP_LINE = (
@@ -175,7 +175,7 @@ class Console:
         self.stop()
 
     def _print(self, text: str, style: str | None = None) -> None:
-        if self.mode != "off":
+        if self.mode != "none":
             self._guard(lambda: self._out.print(Text(text, style=style or "")))
 
     def _refresh(self) -> None:
@@ -188,7 +188,7 @@ class Console:
         try:
             draw()
         except (OSError, ValueError):  # ValueError: the stream was closed
-            self.mode, self._live, self._progress = "off", None, None
+            self.mode, self._live, self._progress = "none", None, None
             self._out.silence()
 
     def _picture(self) -> rich.console.Group:

@@ -97,9 +97,9 @@ def _run(config: Config, data: PreparedData, launcher: str, clean: bool) -> int:
             events.emit("run_end", status=status)
             _conclude(console, the_run, run_dir, digest)
         return 0
-    except Interrupted:
+    except KeyboardInterrupt as interrupt:
         status = "interrupted"
-        raise
+        raise Interrupted(f"interrupted by {interrupt}; the processes were stopped" + _how_to_resume(config, run_dir)) from None
     except EverstepError as error:
         if events:
             events.emit("error", error=type(error).__name__, message=str(error))
@@ -222,8 +222,13 @@ def _conclude(console: Console, the_run: Run, run_dir: RunDir, digest: str) -> N
         raise InvariantViolated(f"{run_dir.events}: a step or a sample was lost or used twice (see the table)")
 
 
+def _how_to_resume(config: Config, run_dir: RunDir) -> str:
+    newest = choose(run_dir.checkpoints, "auto")
+    return f"; continue after step {newest.step} with resume=auto" if newest.path else "; no checkpoint was complete"
+
+
 class _interrupts:
-    """SIGINT and SIGTERM become Interrupted in the main thread, so that everything is shut down in order."""
+    """SIGINT and SIGTERM interrupt the main thread, so that everything is shut down in order."""
 
     def __enter__(self) -> None:
         self._old = {n: signal.signal(n, self._raise) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -234,4 +239,5 @@ class _interrupts:
 
     @staticmethod
     def _raise(number: int, frame: FrameType | None) -> None:
-        raise Interrupted(f"interrupted by {signal.Signals(number).name}")
+        # No Exception: code between here and the driver that handles its own errors must not swallow it.
+        raise KeyboardInterrupt(signal.Signals(number).name)

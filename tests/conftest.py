@@ -1,0 +1,19 @@
+"""What tests share: one Ray instance for all of them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def ray_cluster():
+    """A Ray instance that groups connect to instead of starting their own; room for the largest test."""
+    import ray
+
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    ray.init(num_cpus=16, num_gpus=0, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+             object_store_memory=256 << 20, _node_ip_address="127.0.0.1")
+    yield
+    ray.shutdown()

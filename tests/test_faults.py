@@ -1,0 +1,100 @@
+"""Real processes, real signals, through everstep's own launcher and recipes. Every assertion reads the event log on disk."""
+
+from __future__ import annotations
+
+import pytest
+
+from everstep.errors import NotEnoughReplicas
+from everstep.telemetry.recoveries import account, recoveries
+from tests.support.runs import DEMO, SFT, config, finish, gone
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("ray_cluster")]
+
+SHORT_SFT = ["sft.steps=12", "checkpoint.at_end=false"]
+
+
+def assert_invariants(run, steps: int) -> None:
+    """What must hold of every run: contiguous commits, each sample once, divisors equal to what was contributed, equal state."""
+    books = account(run.events)
+    assert (books.first_step, books.last_step, books.committed) == (1, steps, steps)
+    assert books.exact and books.samples_dropped == 0
+    votes = {(e.step, tuple(e.epoch)): [] for e in run.kind("vote")}
+    for vote in run.kind("vote"):
+        votes[vote.step, tuple(vote.epoch)].append(vote)
+    for commit in run.kind("commit"):
+        binding = votes[commit.step, tuple(commit.epoch)]
+        assert {v["divisor"] for v in binding} == {commit["divisor"]}
+        slots = len(binding[0]["ledger"])
+        assert all(v["ledger"] == list(range(slots)) for v in binding)
+        applied = [e for e in run.kind("apply") if e.step == commit.step]
+        # Members of the next view that do not enter healing hold the step; so may a rank whose replica broke after the vote.
+        assert set(commit["members"]) - set(commit["healing"]) <= {e["replica"] for e in applied}
+        assert {e["divisor"] for e in applied} == {commit["divisor"]} and {tuple(e.epoch) for e in applied} == {tuple(commit.epoch)}
+    epochs = [tuple(e.epoch) for e in run.kind("view")]
+    assert epochs == sorted(set(epochs))
+    assert len(run.final_hashes) == len({key.split("/")[1] for key in run.kind("verify")[-1]["hashes"]})
+
+
+def test_the_demonstration_survives_a_kill_in_the_middle_of_a_step(tmp_path):
+    """The demo's core: GRPO, 2 replicas and a spare, SIGKILL during compute of step 8."""
+    run = finish(config(DEMO, tmp_path / "run", "warmup.steps=5", "rl.iterations=9", "rl.prompts_per_step=16", "rl.eval_every=0",
+                        "train.verify_every=1", "faults=[{step: 8, phase: compute, kind: kill, replica: 1, rank: 0}]"))
+    assert_invariants(run, steps=14)
+    (fault,), (death,) = run.kind("fault"), recoveries(run.events)
+    assert death.injected and (death.replica, death.rank, death.step) == (1, 0, 8)
+    killed = next(e.pid for e in run.events if e.who == fault["worker"])
+    after = [e for e in run.events if e.pid == killed and e.t_wall > fault.t_wall + 1.0]
+    assert after == []  # the signal was real
+    (used,) = run.kind("spare_used")
+    (join,) = run.kind("join")
+    assert join["members"] == [0, 1]
+    assert any(e.who == used["spare"] and e.event == "apply" and e.step == 14 for e in run.events)
+    assert death.stall_s is not None and death.stall_s < 5 and death.full_strength_s is not None
+    assert len(run.kind("verify")) >= 14 and all(v["equal"] for v in run.kind("verify"))
+    assert gone(run.pids)
+
+
+@pytest.mark.parametrize("phase", ["reduce", "vote"])
+def test_a_rank_of_a_tensor_parallel_replica_dies_and_its_peer_keeps_its_memory(tmp_path, phase):
+    """2 replicas x TP2 and a spare: the whole replica leaves the view, its living rank re-forms around the spare."""
+    run = finish(config(SFT, tmp_path / "run", *SHORT_SFT, "layout.tp=2", "layout.spares=1", "train.verify_every=1",
+                        f"faults=[{{step: 4, phase: {phase}, kind: kill, replica: 1, rank: 0}}]"))
+    assert_invariants(run, steps=12)
+    (death,) = recoveries(run.events)
+    assert (death.replica, death.rank) == (1, 0) and death.full_strength_s is not None
+    lived = next(e.who for e in run.kind("form") if (e["replica"], e["rank"], e["build"]) == (1, 1, 0))
+    again = [e for e in run.kind("form") if e["build"] == 1]
+    assert {(e["replica"], e["rank"]) for e in again} == {(1, 0), (1, 1)}
+    assert any(e.who == lived for e in again)
+    assert all(v["equal"] for v in run.kind("verify"))
+    assert gone(run.pids)
+
+
+def test_deaths_of_a_replica_of_its_successor_while_healing_and_of_a_frozen_rank(tmp_path):
+    """3 replicas, 3 spares: a kill; the spare killed while it heals; a SIGSTOP that only silence gives away."""
+    run = finish(config(SFT, tmp_path / "run", "sft.steps=60", "checkpoint.at_end=false", "layout.replicas=3", "layout.spares=3",
+                        "recovery.heartbeat_s=0.2", "recovery.silence_s=2.0", "sft.samples_per_step=60",
+                        "faults=[{step: 3, phase: compute, kind: kill, replica: 2}, {step: 30, phase: compute, kind: stop, replica: 0}]"))
+    assert_invariants(run, steps=60)
+    causes = [d.cause for d in recoveries(run.events)]
+    assert len(causes) == 2 and "silent for 2 s" in causes[1]
+    assert run.kind("join") and run.kind("commit")[-1]["members"] == [0, 1, 2]
+    assert gone(run.pids)
+
+
+def test_with_one_replica_left_and_no_spare_training_goes_on_and_with_none_it_ends_resumable(tmp_path):
+    conf = config(SFT, tmp_path / "run", "sft.steps=30", "checkpoint.every_steps=5", "layout.spares=0",
+                  "faults=[{step: 7, phase: compute, kind: kill, replica: 0}, {step: 13, phase: compute, kind: kill, replica: 1}]")
+    with pytest.raises(NotEnoughReplicas, match="no living replica holds step 12") as error:
+        finish(conf)
+    assert error.value.exit_code == 3
+    again = finish(config(SFT, tmp_path / "run", "sft.steps=30", "layout.spares=0", "resume=must", "faults=[]"))
+    books = account(again.events)
+    assert books.exact and books.committed == 30 and books.steps_rolled_back == [11, 12]
+    assert gone(again.pids)
+
+
+def test_below_the_minimum_without_a_spare_the_run_stops_resumable(tmp_path):
+    with pytest.raises(NotEnoughReplicas, match="min_replicas=2"):
+        finish(config(SFT, tmp_path / "run", *SHORT_SFT, "layout.spares=0", "recovery.min_replicas=2",
+                      "faults=[{step: 3, phase: compute, kind: kill, replica: 1}]"))

@@ -23,12 +23,14 @@ endif
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED = 1
 
+# Two replicas and a spare need a device each: three GPUs, or else the CPU.
+DEMO_DEVICE ?= $(shell [ "$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')" -ge 3 ] && echo cuda || echo cpu)
+
 .PHONY: demo test test-full lint types setup docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
-	$(PY) -m everstep train examples/grpo_sort.yaml run_dir=runs/demo --clean
-	$(PY) -m everstep report runs/demo
+	$(PY) -m everstep train examples/grpo_sort.yaml run_dir=runs/demo device=$(DEMO_DEVICE) --clean
 
 test: lint types
 	$(PY) -m pytest -m "not full"

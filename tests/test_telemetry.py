@@ -248,7 +248,7 @@ def test_the_table_shows_what_was_computed(story: Story) -> None:
     out = RichConsole(file=io.StringIO(), width=160)
     out.print(summary_table(story.events))
     text = out.file.getvalue()  # type: ignore[attr-defined]
-    for part in ("replica 1 rank 0", "0.250 s", "0.300 s", "2.400 s", "4.000 s", "5 committed (steps 1 to 5)"):
+    for part in ("rank 1/0", "0.250 s", "0.300 s", "2.400 s", "4.000 s", "5 committed (steps 1 to 5)"):
         assert part in text, text
 
 
@@ -404,7 +404,7 @@ def test_a_terminal_that_goes_away_does_not_end_the_run() -> None:
     code = (
         "import tests.test_telemetry as t\n"
         "from everstep.telemetry.console import Console\n"
-        "c = Console('plain'); t.play(c); assert c.mode == 'off', c.mode\n"
+        "c = Console('plain'); t.play(c); assert c.mode == 'none', c.mode\n"
     )
     root = Path(__file__).parent.parent
     read, write = os.pipe()

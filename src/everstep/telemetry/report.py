@@ -34,18 +34,14 @@ def summary_table(events: Sequence[Event]) -> Group:
 
 
 def _summary(deaths: Sequence[Recovery], books: Account) -> Group:
-    table = Table(title="Recoveries (seconds since the kill)", title_justify="left", expand=False)
-    table.add_column("killed")
-    table.add_column("step", justify="right")
-    table.add_column("noticed", justify="right")
-    table.add_column("survivors compute again", justify="right")
-    table.add_column("step committed", justify="right")
-    table.add_column("full strength", justify="right")
-    table.add_column("slots redone", justify="right")
+    table = Table(title="Recoveries: seconds since the kill", title_justify="left", expand=False)
+    table.add_column("killed", no_wrap=True)
+    for name in ("step", "noticed", "computing\nagain", "step\ncommitted", "full\nstrength", "slots\nredone"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("cause", overflow="fold")
     for death in deaths:
         table.add_row(
-            "a spare" if death.replica < 0 else f"replica {death.replica} rank {death.rank}",
+            "a spare" if death.replica < 0 else f"rank {death.replica}/{death.rank}",
             str(death.step),
             _seconds(death.detect_s) if death.injected else "(start)",
             _seconds(death.stall_s),

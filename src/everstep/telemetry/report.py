@@ -20,8 +20,9 @@ from everstep.telemetry.metrics import read_metrics
 from everstep.telemetry.recoveries import Account, Recovery, account, recoveries
 
 #: Drawn when present, in this order: (metric, label, as points).
+REWARD = "reward (training samples)"
 CURVES = (
-    ("critic/score/mean", "reward (training samples)", False),
+    ("critic/score/mean", REWARD, False),
     ("train/loss", "training loss", False),
     ("val-core/acc/mean@1", "accuracy (held-out prompts)", True),
     ("val/loss", "held-out loss", True),
@@ -38,7 +39,6 @@ def _summary(deaths: Sequence[Recovery], books: Account) -> Group:
     table.add_column("killed", no_wrap=True)
     for name in ("step", "noticed", "computing\nagain", "step\ncommitted", "full\nstrength", "slots\nredone"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("cause", overflow="fold")
     for death in deaths:
         table.add_row(
             "a spare" if death.replica < 0 else f"rank {death.replica}/{death.rank}",
@@ -48,9 +48,11 @@ def _summary(deaths: Sequence[Recovery], books: Account) -> Group:
             _seconds(death.commit_s),
             _seconds(death.full_strength_s),
             str(death.slots_redone),
-            death.cause,
         )
     lines: list[Text | Table] = [table] if deaths else [Text("No rank died.")]
+    for death in deaths:
+        who = "a spare" if death.replica < 0 else f"rank {death.replica}/{death.rank}"
+        lines.append(Text(f"{who} in step {death.step}: {death.cause}"))
     return Group(*lines, Text(describe(deaths, books)))
 
 
@@ -89,6 +91,8 @@ def reward_curve(
         for name, label, points in CURVES
     ]
     curves = [curve for curve in curves if curve[2]]
+    if any(label == REWARD for label, *_ in curves):  # the loss of an SFT warm-up is on another scale, and not the point
+        curves = [curve for curve in curves if "loss" not in curve[0]]
     if not curves:
         wanted = ", ".join(name for name, _, _ in CURVES)
         raise BadInput(f"nothing to draw: {path} has none of {wanted} (did the run finish a step?)")

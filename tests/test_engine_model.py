@@ -45,8 +45,10 @@ def test_layouts_that_do_not_fit_name_both_keys() -> None:
     check_layout(arch, Layout(tp=2, pp=4))
     for layout, keys in (
         (Layout(tp=4), ("layout.tp=4", "num_key_value_heads=2")),
-        (Layout(pp=3), ("layout.pp=3", "num_hidden_layers=4")),
-        (Layout(cp=2), ("layout.cp=2",)),
+        (Layout(pp=5), ("layout.pp", "4 layers")),
+        (Layout(pp=2, vpp=3), ("layout.vpp", "4 layers")),
+        (Layout(pp=2, layers_per_stage=(2, 3)), ("layout.layers_per_stage=[2, 3]", "4")),
+        (Layout(ep=2, dp=2), ("layout.ep=2",)),
     ):
         with pytest.raises(BadInput) as caught:
             check_layout(arch, layout)
@@ -58,7 +60,7 @@ def test_layouts_that_do_not_fit_name_both_keys() -> None:
 def test_join_inverts_shard(family: str, tp: int) -> None:
     changes = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
     arch = read_architecture(tiny_config(family, num_attention_heads=8, num_key_value_heads=4, **changes))
-    for piece in pieces(arch, tp, 1):
+    for piece in pieces(arch, Layout(tp=tp)):
         whole = [torch.randn(shape) for shape in piece.shapes]
         shards = [shard(piece, whole, arch, tp, rank) for rank in range(tp)]
         assert all(tuple(s.shape) == piece.shape for s in shards), piece.local
@@ -73,7 +75,7 @@ def test_the_table_names_transformers_tensors() -> None:
         with torch.device("meta"):
             theirs = {n: tuple(p.shape) for n, p in AutoModelForCausalLM.from_config(config).named_parameters()}
         for pp in (1, 2):
-            table = pieces(read_architecture(config), 1, pp)
+            table = pieces(read_architecture(config), Layout(pp=pp))
             ours = {n: s for piece in table for n, s in zip(piece.names, piece.shapes, strict=True)}
             assert ours == theirs
 
@@ -90,9 +92,9 @@ def test_token_logprobs_and_their_gradients(dtype: torch.dtype, monkeypatch: pyt
     up = torch.randn(2, 3, 8, generator=generator)
 
     mine = logits.clone().requires_grad_()
-    logprobs, entropy = token_logprobs(mine, ids, first=0, valid=11, temperature=0.6, with_entropy=True)
+    logprobs, entropy = token_logprobs(mine[:, :-1], ids[:, 1:], first=0, valid=11, temperature=0.6, with_entropy=True)
     assert entropy is not None
-    (logprobs * up[0] + entropy * up[1]).sum().backward()
+    (logprobs * up[0][:, 1:] + entropy * up[1][:, 1:]).sum().backward()
 
     plain = logits.float().requires_grad_()
     log_p = torch.log_softmax(plain[:, :-1, :11] / 0.6, -1)
@@ -100,8 +102,8 @@ def test_token_logprobs_and_their_gradients(dtype: torch.dtype, monkeypatch: pyt
     spread = -(log_p.exp() * log_p).sum(-1)
     (wanted * up[0][:, 1:] + spread * up[1][:, 1:]).sum().backward()
 
-    assert torch.allclose(logprobs[:, 1:], wanted, atol=1e-5) and not logprobs[:, 0].any()
-    assert torch.allclose(entropy[:, 1:], spread, atol=1e-5)
+    assert torch.allclose(logprobs, wanted, atol=1e-5)
+    assert torch.allclose(entropy, spread, atol=1e-5)
     assert mine.grad is not None and plain.grad is not None
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert torch.allclose(mine.grad.float(), plain.grad, atol=tolerance, rtol=tolerance)

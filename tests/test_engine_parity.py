@@ -134,8 +134,8 @@ def check_gradients(rank: int, name: str) -> None:
     reference_loss(model, one, 1.0).backward()
     engine.accumulate([one], NllWithEntropy(), [0])
     wanted = {n: p.grad for n, p in model.named_parameters()}
-    mine = dict(engine._ddp.module.named_parameters())
-    for piece in pieces(engine.arch, 1, 1):
+    mine = dict(engine._ddps[0].module.named_parameters())
+    for piece in pieces(engine.arch, Layout()):
         for key, gradient in zip(piece.names, join(piece, [mine[piece.local].main_grad], engine.arch), strict=True):
             error = (gradient - wanted[key]).abs().max() / wanted[key].abs().max()
             assert error < 1e-4, (key, float(error))

@@ -212,6 +212,7 @@ def check_state_copy(rank: int, layout: Layout, sharded: bool, dtype: str) -> No
         (Layout(dp=2), True, "bfloat16"),
         (Layout(pp=2), False, "bfloat16"),
         (Layout(tp=2), False, "float32"),
+        (Layout(pp=2, vpp=2), True, "bfloat16"),
     ],
 )
 def test_state_copied_into_a_spare(layout: Layout, sharded: bool, dtype: str) -> None:

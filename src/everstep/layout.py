@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from everstep.errors import ConfigError
 
@@ -61,11 +62,24 @@ class Layout:
     ep: int = 1
     dp: int = 1
     pp: int = 1
+    vpp: int = 1  # model chunks of each rank; adds no ranks
+    layers_per_stage: tuple[int, ...] = ()  # of the pp*vpp stages from the input to the output; (): balanced
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "tp", "cp", "ep", "dp", "pp"):
+        for name in ("replicas", "tp", "cp", "ep", "dp", "pp", "vpp"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"layout.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.vpp > 1 and self.pp == 1:
+            raise ConfigError(
+                f"layout.vpp={self.vpp} interleaves the stages of a pipeline, but layout.pp=1; "
+                "raise layout.pp, or set layout.vpp=1"
+            )
+        stages = self.pp * self.vpp
+        if self.layers_per_stage and (len(self.layers_per_stage) != stages or min(self.layers_per_stage) < 1):
+            raise ConfigError(
+                f"layout.layers_per_stage={list(self.layers_per_stage)} must be {stages} numbers of at least 1, one for "
+                f"each of layout.pp*layout.vpp={self.pp}*{self.vpp} stages; change it, or leave it out"
+            )
         if self.spares < 0:
             raise ConfigError(f"layout.spares is {self.spares}; it must be at least 0")
         if (self.dp * self.cp) % self.ep:
@@ -115,6 +129,35 @@ class Layout:
         """(ep, expert_dp) of the ranks at ``cp``, ``dp``."""
         expert_dp, ep = divmod(dp * self.cp + cp, self.ep)
         return ep, expert_dp
+
+    # ------------------------------------------------------------------ layers
+
+    def stages(self, layers: int) -> list[list[range]]:
+        """The layers of every model chunk: ``[pp][chunk]``, consecutive numbers out of ``range(layers)``.
+
+        Depth runs through chunk 0 of all ranks, then through chunk 1, and so on. Without ``layers_per_stage``
+        the sizes differ by at most one; the middle takes the larger ones, then the first stage, which also holds the
+        embedding, and last the one with the output layer. ``ConfigError`` if ``layers`` cannot be cut so.
+        """
+        count = self.pp * self.vpp
+        if count > layers:
+            raise ConfigError(
+                f"layout.pp*layout.vpp={self.pp}*{self.vpp}={count} stages are more than the {layers} layers of the "
+                "model; lower layout.pp or layout.vpp"
+            )
+        sizes = list(self.layers_per_stage)
+        if not sizes:
+            base, more = divmod(layers, count)
+            larger = [*range(1, count - 1), 0, count - 1][:more]
+            sizes = [base + (stage in larger) for stage in range(count)]
+        if sum(sizes) != layers:
+            raise ConfigError(
+                f"layout.layers_per_stage={sizes} makes {sum(sizes)} layers, the model has {layers}; "
+                "change layout.layers_per_stage, or leave it out"
+            )
+        ends = list(accumulate(sizes, initial=0))
+        depth = [range(a, b) for a, b in pairwise(ends)]
+        return [[depth[chunk * self.pp + stage] for chunk in range(self.vpp)] for stage in range(self.pp)]
 
     # ------------------------------------------------------------------ groups
 

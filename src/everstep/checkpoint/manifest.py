@@ -53,7 +53,7 @@ class Manifest:
     """
 
     step: int
-    layout: dict[str, int]
+    layout: dict[str, Any]
     files: dict[str, FileEntry]
     wall_time: float
     everstep: str
@@ -105,7 +105,7 @@ def begin(checkpoints: Path, step: int) -> Path:
 def publish(
     partial: Path,
     step: int,
-    layout: Mapping[str, int],
+    layout: Mapping[str, Any],
     run_state: Mapping[str, Any],
     keep_last: int,
     known: Mapping[str, FileEntry] | None = None,
@@ -139,7 +139,7 @@ def publish(
 def write_manifest(
     folder: Path,
     step: int,
-    layout: Mapping[str, int],
+    layout: Mapping[str, Any],
     known: Mapping[str, FileEntry],
     details: Mapping[str, Any],
 ) -> Manifest:

@@ -29,9 +29,14 @@ from everstep.layout import Layout
 INNER = ("tp", "cp", "ep", "dp", "pp")
 
 
-def inner_layout(layout: Layout) -> dict[str, int]:
-    """The part of a layout that a rank's shard depends on."""
-    return {name: getattr(layout, name) for name in INNER}
+def inner_layout(layout: Layout) -> dict[str, Any]:
+    """The part of a layout that a rank's shard depends on; how layers are cut only where it is not the default."""
+    inner: dict[str, Any] = {name: getattr(layout, name) for name in INNER}
+    if layout.vpp > 1:
+        inner["vpp"] = layout.vpp
+    if layout.layers_per_stage:
+        inner["layers_per_stage"] = list(layout.layers_per_stage)
+    return inner
 
 
 @dataclass(frozen=True)
@@ -133,8 +138,8 @@ def _paths(folder: Path, rank: int) -> tuple[Path, Path]:
     return stem.with_suffix(".safetensors"), stem.with_suffix(".json")
 
 
-def _say(layout: Mapping[str, int]) -> str:
-    return " ".join(f"{name}={layout[name]}" for name in INNER if name in layout)
+def _say(layout: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in layout.items())
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

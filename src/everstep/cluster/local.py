@@ -27,12 +27,12 @@ from everstep.cluster.dispatch import get_dispatch, ranks_of
 from everstep.cluster.group import StepResult, cut_slots
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.worker import Formation, Worker
+from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.engine import cpu
 from everstep.engine.groups import NCCL_ENVIRONMENT
 from everstep.engine.loss import LossSpec
 from everstep.errors import BadInput
-from everstep.layout import Layout
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.control import Control
 from everstep.recovery.coordinator import Coordinator
@@ -61,10 +61,10 @@ class ListSlots:
 def join_world(config: Config) -> environment.RankEnvironment:
     """Join torchrun's world of this replica. Raises BadInput if the environment or the number of ranks does not fit."""
     env = environment.read_environment()
-    layout = Layout(1, 0, tp=config.layout.tp, pp=config.layout.pp, dp=config.layout.dp)
+    layout = derive.layout(config)
     if env.world_size != layout.ranks_per_replica:
         raise BadInput(
-            f"torchrun started {env.world_size} processes, but layout.tp*pp*dp={layout.ranks_per_replica}; use "
+            f"torchrun started {env.world_size} processes, but layout.tp*cp*dp*pp={layout.ranks_per_replica}; use "
             f"--nproc_per_node {layout.ranks_per_replica} or change layout.*"
         )
     device = choose_device(config)
@@ -84,7 +84,7 @@ class LocalGroup:
     def __init__(self, config: Config, run_dir: RunDir, events: EventLog | None):
         """``events``: the lead's log; None on the other ranks."""
         self.config, self._run_dir, self._lead_events = config, run_dir, events
-        self.layout = Layout(1, 0, tp=config.layout.tp, pp=config.layout.pp, dp=config.layout.dp)
+        self.layout = derive.layout(config)
         self._rank = dist.get_rank()
         self._reference = False
         self._server: CoordinatorServer | None = None

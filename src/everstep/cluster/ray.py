@@ -35,6 +35,7 @@ from everstep.cluster.placement import place
 from everstep.cluster.repair import Repair
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.worker import Formation
+from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.engine.loss import LossSpec
 from everstep.errors import (
@@ -46,7 +47,6 @@ from everstep.errors import (
     ReplicaBroken,
     WorkerFailed,
 )
-from everstep.layout import Layout
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.coordinator import Coordinator, State
 from everstep.recovery.faults import FaultInjector
@@ -67,8 +67,7 @@ class RayGroup:
 
     def __init__(self, config: Config, run_dir: RunDir, events: EventLog, on_record: Callable[[Record], None] | None = None):
         self.config, self._run_dir, self._events = config, run_dir, events
-        sizes = config.layout
-        self.layout = Layout(sizes.replicas, sizes.spares, tp=sizes.tp, pp=sizes.pp, dp=sizes.dp)
+        self.layout = derive.layout(config)
         self._on_record = on_record or (lambda record: None)
         self._actors: dict[str, Any] = {}
         self._infos: dict[str, ActorInfo] = {}

@@ -34,9 +34,9 @@ from pathlib import Path
 import psutil
 
 from everstep.cluster.environment import inside_torchrun, worker_environment
+from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.errors import BadInput, ConfigError, EverstepError, Interrupted
-from everstep.layout import Layout
 
 _EXIT_DIR = "EVERSTEP_EXIT_DIR"  # where workers leave their exit codes
 _TOKEN = "EVERSTEP_LAUNCH"  # marks every process of one launch
@@ -67,7 +67,7 @@ def launch(config: Config, program: Sequence[str], say: Callable[[str], None] | 
             f"layout.spares={config.layout.spares}; use launcher=ray, or layout.replicas=1 layout.spares=0"
         )
     say = say or (lambda text: print(text, file=sys.stderr))
-    ranks = Layout(tp=config.layout.tp, pp=config.layout.pp, dp=config.layout.dp).ranks_per_replica
+    ranks = derive.layout(config).ranks_per_replica
     if config.local.port:
         check_port_free(config.local.port)
         rendezvous = ["--nnodes=1", "--node_rank=0", f"--master_addr={_HOST}", f"--master_port={config.local.port}"]

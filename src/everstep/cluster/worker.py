@@ -21,12 +21,13 @@ import torch.distributed as dist
 
 from everstep.checkpoint import sharded
 from everstep.cluster.batch import TrainingBatch
+from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.engine import cpu, source
 from everstep.engine.loss import LossFn, LossSpec
 from everstep.engine.step import Engine
 from everstep.errors import EverstepError, ReplicaBroken, WorkerFailed
-from everstep.layout import Layout, Position
+from everstep.layout import Position
 from everstep.recovery.control import Control
 from everstep.recovery.link import Link, Links
 from everstep.recovery.replica import ReplicaWorld
@@ -133,8 +134,7 @@ class Worker:
         self._state: EngineState | None = None
         self._kept: Kept | None = None
         self._entered = threading.Event()  # a view has included this worker in its present formation
-        self.layout = Layout(config.layout.replicas, config.layout.spares, tp=config.layout.tp, pp=config.layout.pp,
-                             dp=config.layout.dp)
+        self.layout = derive.layout(config)
         control.on_record = self._on_record
         events.emit("process_start", device=str(device))
 

@@ -21,7 +21,16 @@ from everstep.layout import Layout
 def layout(config: Config) -> Layout:
     """The ranks that the configuration asks for."""
     sizes = config.layout
-    return Layout(replicas=sizes.replicas, spares=sizes.spares, tp=sizes.tp, pp=sizes.pp, dp=sizes.dp)
+    return Layout(
+        replicas=sizes.replicas,
+        spares=sizes.spares,
+        tp=sizes.tp,
+        cp=sizes.cp,
+        dp=sizes.dp,
+        pp=sizes.pp,
+        vpp=sizes.vpp,
+        layers_per_stage=tuple(sizes.layers_per_stage or ()),
+    )
 
 
 @dataclass(frozen=True)

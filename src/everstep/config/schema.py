@@ -45,7 +45,23 @@ class LayoutConfig(Section):
         description="Warm processes, one device each, that take the place of dead ranks (launcher ray).",
     )
     tp: int = Field(1, ge=1, description="Tensor-parallel ranks inside a replica.")
-    pp: int = Field(1, ge=1, description="Pipeline stages inside a replica.")
+    cp: int = Field(
+        1,
+        ge=1,
+        description="Context-parallel ranks inside a replica: each computes a part of every sequence.",
+    )
+    pp: int = Field(1, ge=1, description="Pipeline-parallel ranks inside a replica.")
+    vpp: int = Field(
+        1,
+        ge=1,
+        description="Model chunks of each pipeline rank (interleaved schedule): a smaller bubble for more communication. "
+        "Micro-batches are padded with empty ones to a multiple of layout.pp.",
+    )
+    layers_per_stage: list[int] | None = Field(
+        None,
+        description="Layers of each of the layout.pp*layout.vpp stages, from the input to the output; default: balanced, "
+        "the first and the last stage taking the fewer.",
+    )
     dp: int = Field(1, ge=1, description="Data-parallel ranks inside a replica (inner DP).")
 
 
@@ -53,6 +69,10 @@ class EngineConfig(Section):
     distributed_optimizer: bool = Field(
         True,
         description="Shard optimizer state over the inner data-parallel ranks (Megatron's distributed optimizer).",
+    )
+    sequence_parallel: bool = Field(
+        False,
+        description="Between attention and feed-forward, cut activations along the sequence over the tensor-parallel ranks.",
     )
     recompute: Literal["none", "full"] = Field(
         "none",

@@ -48,6 +48,8 @@ def open_groups(layout: Layout) -> None:
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
         order="tp-cp-ep-dp-pp",
         create_gloo_process_groups=False,
     )

@@ -16,10 +16,11 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from torch import Tensor, nn
+from torch import Tensor
 
-from everstep.engine.model import Architecture
+from everstep.engine.model import Architecture, chunk_prefix
 from everstep.errors import BadInput
+from everstep.layout import Layout
 
 Getter = Callable[[], Tensor]
 Cut = Literal["whole", "rows", "columns", "vocab", "qkv", "gate_up"]
@@ -27,7 +28,7 @@ Cut = Literal["whole", "rows", "columns", "vocab", "qkv", "gate_up"]
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter of the model: ``local`` is its name inside the stage's GPTModel.
+    """One parameter of the model: ``local`` is its name among ``model.rank_parameters`` of pipeline rank ``stage``.
 
     ``names`` and ``shapes`` are the Hugging Face tensors it holds (q, k, v or gate, up or one), ``shape`` its own on
     every rank. ``shared``: a second copy of the embedding, kept equal by Megatron, that exports and norms skip.
@@ -47,21 +48,27 @@ class Piece:
         return self.cut == "whole"
 
 
-def pieces(arch: Architecture, tp: int, pp: int) -> list[Piece]:
+def pieces(arch: Architecture, layout: Layout) -> list[Piece]:
     """Every parameter of the model, in the order in which transformers lists them."""
-    a = arch
+    a, tp, pp = arch, layout.tp, layout.pp
+    first, last = chunk_prefix(0, layout.vpp), chunk_prefix(layout.vpp - 1, layout.vpp)
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     vocab_rows = a.padded_vocab(tp) // tp
     table = [
         Piece(
-            "embedding.word_embeddings.weight", 0, "vocab",
+            first + "embedding.word_embeddings.weight", 0, "vocab",
             ("model.embed_tokens.weight",), ((a.vocab, a.hidden),), (vocab_rows, a.hidden),
         )
     ]  # fmt: skip
-    per_stage = a.layers // pp
+    homes = {
+        layer: (stage, f"{chunk_prefix(chunk, layout.vpp)}decoder.layers.{index}.")
+        for stage, chunks in enumerate(layout.stages(a.layers))
+        for chunk, layers in enumerate(chunks)
+        for index, layer in enumerate(layers)
+    }
     for layer in range(a.layers):
-        stage, index = divmod(layer, per_stage)
-        mine, theirs = f"decoder.layers.{index}.", f"model.layers.{layer}."
+        stage, mine = homes[layer]
+        theirs = f"model.layers.{layer}."
 
         def add(
             local: str, cut: Cut, names: list[str], shapes: list[tuple[int, ...]], shape: tuple[int, ...],
@@ -101,13 +108,16 @@ def pieces(arch: Architecture, tp: int, pp: int) -> list[Piece]:
         add("input_layernorm.weight", "whole", ["input_layernorm.weight"], [(h,)], (h,))
         add("pre_mlp_layernorm.weight", "whole", ["post_attention_layernorm.weight"], [(h,)], (h,))
     table.append(
-        Piece("decoder.final_layernorm.weight", pp - 1, "whole", ("model.norm.weight",), ((a.hidden,),), (a.hidden,))
-    )
+        Piece(
+            last + "decoder.final_layernorm.weight", pp - 1, "whole",
+            ("model.norm.weight",), ((a.hidden,),), (a.hidden,),
+        )
+    )  # fmt: skip
     if not a.tied or pp > 1:
         head = "model.embed_tokens.weight" if a.tied else "lm_head.weight"
         table.append(
             Piece(
-                "output_layer.weight", pp - 1, "vocab",
+                last + "output_layer.weight", pp - 1, "vocab",
                 (head,), ((a.vocab, a.hidden),), (vocab_rows, a.hidden), shared=a.tied,
             )
         )  # fmt: skip
@@ -164,14 +174,16 @@ def join(piece: Piece, shards: list[Tensor], arch: Architecture) -> list[Tensor]
 
 
 @torch.no_grad()
-def load(model: nn.Module, table: list[Piece], source: Mapping[str, Getter], arch: Architecture, origin: str) -> None:
-    """Fill this rank's parameters from whole tensors, one parameter at a time. ``origin`` is named in errors.
+def load(
+    parameters: Mapping[str, Tensor], table: list[Piece], source: Mapping[str, Getter], arch: Architecture, origin: str
+) -> None:
+    """Fill this rank's ``parameters`` from whole tensors, one at a time. ``origin`` is named in errors.
 
     BadInput if a tensor is missing or has another shape than config.json says.
     """
     tp, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
     stage = mpu.get_pipeline_model_parallel_rank()
-    parameters = dict(model.named_parameters())
+    left = dict(parameters)
     for piece in table:
         if piece.stage != stage:
             continue
@@ -185,10 +197,10 @@ def load(model: nn.Module, table: list[Piece], source: Mapping[str, Getter], arc
                     f"{origin}: tensor {name} has shape {tuple(tensor.shape)}, but config.json says {shape}"
                 )
             whole.append(tensor)
-        target = parameters.pop(piece.local)
+        target = left.pop(piece.local)
         target.copy_(shard(piece, whole, arch, tp, rank))
-    if parameters:
-        raise AssertionError(f"the table of weights does not cover {sorted(parameters)}")
+    if left:
+        raise AssertionError(f"the table of weights does not cover {sorted(left)}")
 
 
 def random_weights(table: list[Piece], arch: Architecture, seed: int) -> dict[str, Getter]:
@@ -230,7 +242,9 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def export(model: nn.Module, table: list[Piece], arch: Architecture) -> Iterator[tuple[str, Tensor]]:
+def export(
+    parameters: Mapping[str, Tensor], table: list[Piece], arch: Architecture
+) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors under their Hugging Face names, on every rank. Collective: every rank must exhaust it.
 
     The tensors are copies. A tied output layer is not listed, as in transformers' safetensors.
@@ -238,7 +252,6 @@ def export(model: nn.Module, table: list[Piece], arch: Architecture) -> Iterator
     tp_group, tp = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_world_size()
     pp_group, pp = mpu.get_pipeline_model_parallel_group(), mpu.get_pipeline_model_parallel_world_size()
     stage = mpu.get_pipeline_model_parallel_rank()
-    parameters = dict(model.named_parameters())
     like = next(iter(parameters.values()))
     for piece in table:
         if piece.shared:

@@ -14,6 +14,9 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+
+from everstep.engine.columns import Columns
 
 
 class RMSNorm(nn.Module):
@@ -36,7 +39,11 @@ class RMSNorm(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Causal grouped-query attention by ``scaled_dot_product_attention``; no mask tensor is ever built.
+    """Causal grouped-query attention by ``scaled_dot_product_attention``; no mask tensor is built.
+
+    Under context parallelism each rank gathers the keys and values of all ranks and attends from its own two blocks
+    of queries (see ``everstep.engine.columns``), each to the keys up to its own end; only a backend without such a
+    kernel (the CPU) is given a mask.
 
     Sequences are right-padded, so causality alone keeps real tokens from seeing padding. What comes out at padded
     positions is finite and meaningless; the loss mask excludes it.
@@ -57,6 +64,7 @@ class CausalAttention(nn.Module):
         super().__init__()
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels or 1)
+        self.columns = Columns.of_this_rank()
 
     def forward(
         self,
@@ -69,17 +77,29 @@ class CausalAttention(nn.Module):
         packed_seq_params: Any = None,
         **unused: Any,
     ) -> Tensor:  # (S, B, H*D)
+        if self.columns.cp == 1:
+            return self._attend(query, key, value)
+        key, value = self.columns.gathered(torch.cat([key, value], dim=-1)).chunk(2, dim=-1)  # (P, B, G, D) each
+        block = len(query) // 2
+        ends = [(number + 1) * block for number in self.columns.blocks]
+        parts = [self._attend(q, key[:end], value[:end]) for q, end in zip(query.chunk(2), ends, strict=True)]
+        return torch.cat(parts)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The last query sees all keys, each one before it sees one key less."""
         tokens, samples, heads, channels = query.shape
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        grouped = k.shape[1] != heads
+        how: dict[str, Any] = {"scale": self.scale, "enable_gqa": k.shape[1] != heads}
+        if len(key) == tokens:
+            how["is_causal"] = True
+        else:
+            how["attn_mask"] = causal_lower_right(tokens, len(key))
         if self.training and self.dropout > 0:
             # Heads differ between tensor-parallel ranks, so their dropout must too.
             with get_cuda_rng_tracker().fork():
-                out = F.scaled_dot_product_attention(
-                    q, k, v, dropout_p=self.dropout, is_causal=True, scale=self.scale, enable_gqa=grouped
-                )
+                out = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, **how)
         else:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
+            out = F.scaled_dot_product_attention(q, k, v, **how)
         return out.permute(2, 0, 1, 3).reshape(tokens, samples, heads * channels)
 
 

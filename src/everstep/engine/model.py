@@ -7,6 +7,7 @@ Transformers' meaning is the reference: the tests compare log-probabilities, gra
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,13 +150,9 @@ def check_layout(arch: Architecture, layout: Layout) -> None:
         raise BadInput(
             f"layout.tp={layout.tp} leaves a rank without vocabulary: vocab_size={arch.vocab}; make layout.tp smaller"
         )
-    if arch.layers % layout.pp:
-        raise BadInput(
-            f"layout.pp={layout.pp} does not divide num_hidden_layers={arch.layers} of the model; change layout.pp"
-        )
-    for key in ("cp", "ep"):
-        if getattr(layout, key) != 1:
-            raise BadInput(f"layout.{key}={getattr(layout, key)} is not supported; set it to 1")
+    layout.stages(arch.layers)
+    if layout.ep != 1:
+        raise BadInput(f"layout.ep={layout.ep} is not supported; set it to 1")
 
 
 def transformer_config(arch: Architecture, config: Config, layout: Layout) -> TransformerConfig:
@@ -164,6 +161,16 @@ def transformer_config(arch: Architecture, config: Config, layout: Layout) -> Tr
     recompute: dict[str, Any] = {}
     if config.engine.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    pipeline: dict[str, Any] = {}
+    if layout.pp > 1:
+        pipeline = {
+            "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+            "pipeline_model_parallel_layout": _pipeline_layout(layout.stages(arch.layers)),
+        }
+    if layout.vpp > 1:
+        # The batched exchange posts a rank's sends in both directions as one list; between the same two ranks (pp=2)
+        # their order differs from that of the receives, and activations arrive as gradients.
+        pipeline |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     return TransformerConfig(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
@@ -185,6 +192,8 @@ def transformer_config(arch: Architecture, config: Config, layout: Layout) -> Tr
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        sequence_parallel=config.engine.sequence_parallel,
         # Weights come from a checkpoint or from init_random, the same for every layout; Megatron's own
         # initialisation would only cost time.
         perform_initialization=False,
@@ -194,12 +203,30 @@ def transformer_config(arch: Architecture, config: Config, layout: Layout) -> Tr
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
+        **pipeline,
         **recompute,
     )
 
 
-def build_gpt(arch: Architecture, megatron: TransformerConfig) -> GPTModel:
-    """This rank's part of the model, weights uninitialised. Collective over the replica if embeddings are tied."""
+def _pipeline_layout(stages: list[list[range]]) -> list[list[str]]:
+    """Megatron's way to write down which layers every chunk has, in the order of depth."""
+    pp, vpp = len(stages), len(stages[0])
+    rows = [["decoder"] * len(stages[stage][chunk]) for chunk in range(vpp) for stage in range(pp)]
+    rows[0].insert(0, "embedding")
+    rows[-1].append("loss")
+    return rows
+
+
+def build_chunks(arch: Architecture, megatron: TransformerConfig, layout: Layout) -> list[GPTModel]:
+    """This rank's parts of the model, one per virtual stage, weights uninitialised.
+
+    Collective over the replica if embeddings are tied.
+    """
+    chunks = layout.stages(arch.layers)[mpu.get_pipeline_model_parallel_rank()]
+    return [_build_chunk(arch, megatron, len(layers), i if layout.vpp > 1 else None) for i, layers in enumerate(chunks)]
+
+
+def _build_chunk(arch: Architecture, megatron: TransformerConfig, layers: int, chunk: int | None) -> GPTModel:
     layer = get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -209,17 +236,17 @@ def build_gpt(arch: Architecture, megatron: TransformerConfig) -> GPTModel:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if arch.out_bias and not arch.mlp_bias:
         attention.linear_proj = BiasedRowParallelLinear
-    per_stage = arch.layers // megatron.pipeline_model_parallel_size
     tp = megatron.tensor_model_parallel_size
     model = GPTModel(
         megatron,
-        TransformerBlockSubmodules(layer_specs=[layer] * per_stage, layer_norm=RMSNorm),
+        TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm),
         vocab_size=arch.padded_vocab(tp),
         max_sequence_length=arch.max_positions,
-        pre_process=mpu.is_pipeline_first_stage(),
-        post_process=mpu.is_pipeline_last_stage(),
+        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+        post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
         position_embedding_type="rope",
         share_embeddings_and_output_weights=arch.tied,
+        vp_stage=chunk,
     )
     # Transformers' frequencies rather than Megatron's: the same formula, but every rope type and its parameters.
     model.rotary_pos_emb.inv_freq = torch.tensor(
@@ -241,22 +268,39 @@ def bare(model: torch.nn.Module) -> GPTModel:
     return inner
 
 
+def chunk_prefix(chunk: int, vpp: int) -> str:
+    """What the names of a chunk's parameters begin with: nothing where a rank has but one chunk."""
+    return f"chunks.{chunk}." if vpp > 1 else ""
+
+
+def rank_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """name -> parameter of all chunks of this rank, wrapped or not."""
+    return {
+        chunk_prefix(i, len(chunks)) + name: parameter
+        for i, chunk in enumerate(chunks)
+        for name, parameter in bare(chunk).named_parameters()
+    }
+
+
 def wrap_for_training(
-    model: GPTModel, megatron: TransformerConfig, config: Config
-) -> tuple[DistributedDataParallel, Any]:
-    """(DistributedDataParallel, Megatron optimizer) over the inner data-parallel ranks.
+    chunks: list[GPTModel], megatron: TransformerConfig, config: Config
+) -> tuple[list[DistributedDataParallel], Any]:
+    """(DistributedDataParallel of each chunk, one Megatron optimizer) over the inner data- and context-parallel ranks.
 
     Gradients are reduced in float32 after backward, not overlapped: the step transaction decides when. Clipping and
     divisors are the caller's. Weight decay is left out for one-dimensional parameters and biases.
     """
     sharded = config.engine.distributed_optimizer
-    ddp = DistributedDataParallel(
-        megatron,
-        DistributedDataParallelConfig(
-            use_distributed_optimizer=sharded, overlap_grad_reduce=False, grad_reduce_in_fp32=True
-        ),
-        in_model_precision(model, megatron),
-    )
+    ddps = [
+        DistributedDataParallel(
+            megatron,
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=sharded, overlap_grad_reduce=False, grad_reduce_in_fp32=True
+            ),
+            in_model_precision(chunk, megatron),
+        )
+        for chunk in chunks
+    ]
     o = config.optimizer
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -272,10 +316,10 @@ def wrap_for_training(
             params_dtype=megatron.params_dtype,
             use_distributed_optimizer=sharded,
         ),
-        [ddp],
+        ddps,
         use_gloo_process_groups=False,
     )
     # Megatron leaves it to its learning-rate scheduler to apply the groups' weight-decay factors.
     for group in optimizer.param_groups:
         group["weight_decay"] = o.weight_decay * group["wd_mult"]
-    return ddp, optimizer
+    return ddps, optimizer

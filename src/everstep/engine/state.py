@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from everstep.engine.hf import Piece
-from everstep.engine.model import bare
+from everstep.engine.model import rank_parameters
 from everstep.errors import EverstepError
 
 
@@ -32,17 +32,17 @@ class Slot:
     adam: dict[str, Any]  # exp_avg, exp_avg_sq, step
 
 
-def parameter_names(ddp: DistributedDataParallel) -> dict[torch.nn.Parameter, str]:
-    """Parameter -> its name inside the stage's GPTModel."""
-    return {parameter: name for name, parameter in bare(ddp).named_parameters()}
+def parameter_names(chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Parameter, str]:
+    """Parameter -> its name among ``rank_parameters``."""
+    return {parameter: name for name, parameter in rank_parameters(chunks).items()}
 
 
-def adam_slots(ddp: DistributedDataParallel, optimizer: Any) -> list[Slot]:
+def adam_slots(chunks: list[DistributedDataParallel], optimizer: Any) -> list[Slot]:
     """This rank's slots in the model's order, Adam's moments created (zero) where they do not exist yet.
 
     Megatron creates them in the first step; a spare must be able to receive them before it has made one.
     """
-    names = parameter_names(ddp)
+    names = parameter_names(chunks)
     inner = optimizer.chained_optimizers[0]
     pairs: list[tuple[torch.nn.Parameter, Tensor, bool]] = []
     if hasattr(inner, "shard_fp32_from_float16_groups"):  # distributed
@@ -72,53 +72,56 @@ def adam_slots(ddp: DistributedDataParallel, optimizer: Any) -> list[Slot]:
     return [slots[name] for name in names.values() if name in slots]
 
 
-def gradient_shards(ddp: DistributedDataParallel) -> list[Tensor]:
+def _buckets(chunks: list[DistributedDataParallel]) -> Iterator[tuple[Any, Any]]:
+    """(buffer, bucket) of all gradients of this rank, in a fixed order."""
+    return ((buffer, bucket) for ddp in chunks for buffer in ddp.buffers for bucket in buffer.buckets)
+
+
+def gradient_shards(chunks: list[DistributedDataParallel]) -> list[Tensor]:
     """Flat float32 views of this rank's part of the gradient buffers: its shard, or all without sharding."""
-    if not ddp.ddp_config.use_distributed_optimizer:
-        return [bucket.grad_data for buffer in ddp.buffers for bucket in buffer.buckets]
+    if not chunks[0].ddp_config.use_distributed_optimizer:
+        return [bucket.grad_data for _, bucket in _buckets(chunks)]
     shards = []
-    for buffer in ddp.buffers:
-        for bucket in buffer.buckets:
-            length = bucket.grad_data.numel() // buffer.data_parallel_world_size
-            rank = mpu.get_data_parallel_rank()
-            shards.append(bucket.grad_data[rank * length : (rank + 1) * length])
+    for buffer, bucket in _buckets(chunks):
+        length = bucket.grad_data.numel() // buffer.data_parallel_world_size
+        rank = mpu.get_data_parallel_rank(with_context_parallel=True)
+        shards.append(bucket.grad_data[rank * length : (rank + 1) * length])
     return shards
 
 
-def counted_ranges(ddp: DistributedDataParallel, table: list[Piece]) -> list[list[tuple[int, int]]]:
+def counted_ranges(chunks: list[DistributedDataParallel], table: list[Piece]) -> list[list[tuple[int, int]]]:
     """Per tensor of ``gradient_shards``: the half-open ranges that this rank counts in the replica's squared norm.
 
     Together the ranks of a replica count every parameter once: of tensors that all tensor-parallel ranks hold only
     rank 0 counts, the second copy of a tied embedding counts nowhere, and without the distributed optimizer only
-    data-parallel rank 0 counts at all.
+    the first of the ranks that hold equal gradients (data and context parallel) counts at all.
     """
     stage = mpu.get_pipeline_model_parallel_rank()
     known = {piece.local: piece for piece in table if piece.stage == stage}
-    names = parameter_names(ddp)
-    sharded = ddp.ddp_config.use_distributed_optimizer
+    names = parameter_names(chunks)
+    sharded = chunks[0].ddp_config.use_distributed_optimizer
     first_tp = mpu.get_tensor_model_parallel_rank() == 0
-    dp_rank = mpu.get_data_parallel_rank()
+    dp_rank = mpu.get_data_parallel_rank(with_context_parallel=True)
     result = []
-    for buffer in ddp.buffers:
-        for bucket in buffer.buckets:
-            length = bucket.grad_data.numel()
-            low, high = 0, length
-            if sharded:
-                length //= buffer.data_parallel_world_size
-                low, high = dp_rank * length, (dp_rank + 1) * length
-            ranges: list[tuple[int, int]] = []
-            all_counted = True
-            for parameter in bucket.params_list:
-                piece = known[names[parameter]]
-                if piece.shared or (piece.replicated and not first_tp) or (not sharded and dp_rank != 0):
-                    all_counted = False
-                    continue
-                start, end = (at - bucket.offset for at in buffer.param_index_map[parameter][:2])
-                start, end = max(start, low) - low, min(end, high) - low
-                if start < end:
-                    ranges.append((start, end))
-            # Between parameters there is only padding, which is zero.
-            result.append([(0, length)] if all_counted else _merged(ranges))
+    for buffer, bucket in _buckets(chunks):
+        length = bucket.grad_data.numel()
+        low, high = 0, length
+        if sharded:
+            length //= buffer.data_parallel_world_size
+            low, high = dp_rank * length, (dp_rank + 1) * length
+        ranges: list[tuple[int, int]] = []
+        all_counted = True
+        for parameter in bucket.params_list:
+            piece = known[names[parameter]]
+            if piece.shared or (piece.replicated and not first_tp) or (not sharded and dp_rank != 0):
+                all_counted = False
+                continue
+            start, end = (at - bucket.offset for at in buffer.param_index_map[parameter][:2])
+            start, end = max(start, low) - low, min(end, high) - low
+            if start < end:
+                ranges.append((start, end))
+        # Between parameters there is only padding, which is zero.
+        result.append([(0, length)] if all_counted else _merged(ranges))
     return result
 
 
@@ -133,7 +136,7 @@ def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def state_views(
-    ddp: DistributedDataParallel, slots: list[Slot], reference: torch.nn.Module | None
+    chunks: list[DistributedDataParallel], slots: list[Slot], reference: list[torch.nn.Module] | None
 ) -> dict[str, Tensor]:
     """name -> view of every tensor of this rank's state; writing into the views restores the state.
 
@@ -141,12 +144,12 @@ def state_views(
     ``exp_avg/NAME``, ``exp_avg_sq/NAME`` Adam's moments; ``reference/NAME`` the reference model, if there is one.
     With the distributed optimizer masters and moments are flat and only this rank's shard.
     """
-    views = {f"param/{name}": p.detach() for name, p in bare(ddp).named_parameters()}
+    views = {f"param/{name}": p.detach() for name, p in rank_parameters(chunks).items()}
     views |= {f"master/{s.name}": s.stepped.detach() for s in slots if s.has_master}
     for moment in ("exp_avg", "exp_avg_sq"):
         views |= {f"{moment}/{s.name}": s.adam[moment] for s in slots}
     if reference is not None:
-        views |= {f"reference/{name}": p.detach() for name, p in bare(reference).named_parameters()}
+        views |= {f"reference/{name}": p.detach() for name, p in rank_parameters(reference).items()}
     return views
 
 

@@ -12,34 +12,35 @@ Waits inside Megatron end with the timeout of the process groups, or when a neig
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from everstep.engine import cpu, hf
 from everstep.engine import state as rank_state
+from everstep.engine.columns import Columns
 from everstep.engine.groups import abort_groups, broken_replica, close_groups, forget_frames, open_groups
 from everstep.engine.loss import LossFn, pack_sums
 from everstep.engine.model import (
-    bare,
-    build_gpt,
+    build_chunks,
     check_layout,
     in_model_precision,
+    rank_parameters,
     read_architecture,
     transformer_config,
     wrap_for_training,
 )
+from everstep.engine.schedule import Finish, no_tokens, run_micro_batches
 from everstep.engine.source import ModelSource, weights
 from everstep.engine.vocab import token_logprobs
 from everstep.errors import EverstepError, ReplicaBroken
@@ -88,7 +89,7 @@ class Engine:
         self.config, self.position, self.layout, self.device = config, position, layout, device
         self.arch = read_architecture(hf_config)
         check_layout(self.arch, layout)
-        self._table = hf.pieces(self.arch, layout.tp, layout.pp)
+        self._table = hf.pieces(self.arch, layout)
         self._closed = self._aborted = False
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -100,17 +101,18 @@ class Engine:
                 model_parallel_cuda_manual_seed(config.seed % 2**31)
                 self._megatron = transformer_config(self.arch, config, layout)
                 self._megatron.finalize_model_grads_func = _finalize_sums
-                model = build_gpt(self.arch, self._megatron)
-                self._ddp, self._optimizer = wrap_for_training(model, self._megatron, config)
-                self._slots = rank_state.adam_slots(self._ddp, self._optimizer)
-                self._counted = rank_state.counted_ranges(self._ddp, self._table)
+                self._columns = Columns.of_this_rank(config.engine.sequence_parallel)
+                chunks = build_chunks(self.arch, self._megatron, layout)
+                self._ddps, self._optimizer = wrap_for_training(chunks, self._megatron, config)
+                self._slots = rank_state.adam_slots(self._ddps, self._optimizer)
+                self._counted = rank_state.counted_ranges(self._ddps, self._table)
         except Exception as error:
             broken = broken_replica(error)
             if broken is None:
                 raise
             forget_frames(error.__traceback__)
         else:
-            self._reference: torch.nn.Module | None = None
+            self._reference: list[torch.nn.Module] | None = None
             return
         self.close()
         raise broken
@@ -145,7 +147,7 @@ class Engine:
     def _load(self, getters: Mapping[str, hf.Getter], origin: str) -> None:
         if self.arch.tied and "model.embed_tokens.weight" not in getters and "lm_head.weight" in getters:
             getters = {**getters, "model.embed_tokens.weight": getters["lm_head.weight"]}
-        hf.load(bare(self._ddp), self._table, getters, self.arch, origin)
+        hf.load(rank_parameters(self._ddps), self._table, getters, self.arch, origin)
         self._optimizer.reload_model_params()
 
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
@@ -153,7 +155,7 @@ class Engine:
 
         Collective: all ranks of the replica must exhaust the iterator.
         """
-        tensors = hf.export(bare(self._ddp), self._table, self.arch)
+        tensors = hf.export(rank_parameters(self._ddps), self._table, self.arch)
         while (item := self._next(tensors)) is not None:
             yield item
 
@@ -165,11 +167,11 @@ class Engine:
     def keep_reference(self) -> None:
         """Keep the current weights as the reference model. It is never trained; it becomes part of ``state()``."""
         if self._reference is None:
-            reference = build_gpt(self.arch, self._megatron).requires_grad_(False)
-            self._reference = in_model_precision(reference, self._megatron).eval()
-        kept = dict(bare(self._reference).named_parameters())
+            chunks = build_chunks(self.arch, self._megatron, self.layout)
+            self._reference = [in_model_precision(c.requires_grad_(False), self._megatron).eval() for c in chunks]
+        kept = rank_parameters(self._reference)
         with torch.no_grad():
-            for name, parameter in bare(self._ddp).named_parameters():
+            for name, parameter in rank_parameters(self._ddps).items():
                 kept[name].copy_(parameter)
 
     # ------------------------------------------------------------------ gradients
@@ -189,9 +191,10 @@ class Engine:
         """
         if len(seeds) != len(micro_batches):
             raise EverstepError(f"{len(micro_batches)} micro-batches but {len(seeds)} seeds; give one seed each")
-        self._ddp.zero_grad_buffer()
+        for ddp in self._ddps:
+            ddp.zero_grad_buffer()
+            ddp.train()
         self._optimizer.zero_grad()
-        self._ddp.train()
         names = tuple(loss.metric_names)
         total = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=self.device)
 
@@ -201,16 +204,15 @@ class Engine:
             loss_sum = output.loss_sum
             if not loss_sum.requires_grad:  # a loss without any counted token: backward must still run on all stages
                 loss_sum = loss_sum + 0.0 * logprobs.sum()
-            return loss_sum, _no_tokens(self.device), {"sums": pack_sums(output, names, self.device)}
+            return loss_sum, no_tokens(self.device), {"sums": pack_sums(output, names, self.device)}
 
         if micro_batches:
-            results = self._run(self._ddp, micro_batches, seeds, loss_of, forward_only=False)
+            results = self._run(self._ddps, micro_batches, seeds, loss_of, forward_only=False)
             for result in results:
                 total += result["sums"]
         else:
-            _finalize_sums([self._ddp], None)
-        counts = mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0
-        return self._sum_over_replica(total if counts else torch.zeros_like(total))
+            _finalize_sums(list(self._ddps), None)
+        return self._sum_over_replica(total if self._answers() else torch.zeros_like(total))
 
     def gradients(self) -> list[Tensor]:
         """Flat float32 views of the raw gradient sums that this rank's optimizer owns. Padding elements are zero.
@@ -218,7 +220,7 @@ class Engine:
         With the distributed optimizer this is the rank's shard, else everything. ``apply`` overwrites them.
         """
         self._must_be_open()
-        return rank_state.gradient_shards(self._ddp)
+        return rank_state.gradient_shards(self._ddps)
 
     @_inside
     def squared_norm(self, totals: list[Tensor]) -> float:
@@ -255,8 +257,9 @@ class Engine:
         inner = self._optimizer.chained_optimizers[0]
         if hasattr(inner, "_copy_main_params_to_model_params"):
             inner._copy_main_params_to_model_params()
-        if self._ddp.ddp_config.use_distributed_optimizer:
-            self._ddp.start_param_sync(force_sync=True)
+        for ddp in self._ddps:
+            if ddp.ddp_config.use_distributed_optimizer:
+                ddp.start_param_sync(force_sync=True)
 
     # ------------------------------------------------------------------ log-probabilities
 
@@ -269,26 +272,27 @@ class Engine:
     ) -> list[Tensor] | None:
         """Log-probabilities of the tokens, float32 (B, T) per micro-batch, column 0 zero; no gradient, no dropout.
 
-        On ranks that collect (last pipeline stage, tensor-parallel rank 0); None elsewhere.
+        On ranks that collect (last pipeline stage, tensor- and context-parallel rank 0); None elsewhere.
         """
-        module: torch.nn.Module = self._ddp
+        chunks: Sequence[torch.nn.Module] = self._ddps
         if model == "reference":
             if self._reference is None:
                 raise EverstepError("there is no reference model; call keep_reference() first")
-            module = self._reference
+            chunks = self._reference
         elif model != "policy":
             raise EverstepError(f"model={model!r} must be 'policy' or 'reference'")
-        module.eval()
+        for chunk in chunks:
+            chunk.eval()
 
         def collect(batch: TrainingBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             values, _ = self._token_logprobs(logits, batch, temperature, False)
-            return values.sum(), _no_tokens(self.device), {"logprobs": values}
+            return values.sum(), no_tokens(self.device), {"logprobs": values}
 
         results: list[dict[str, Tensor]] = []
         if micro_batches:
             with torch.no_grad():
-                results = self._run(module, micro_batches, [0] * len(micro_batches), collect, forward_only=True)
-        if not (mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0):
+                results = self._run(chunks, micro_batches, [0] * len(micro_batches), collect, forward_only=True)
+        if not self._answers():
             return None
         return [result["logprobs"] for result in results]
 
@@ -300,7 +304,7 @@ class Engine:
         See ``everstep.engine.state.state_views`` for the names. Adam's step counter is in ``state_scalars``.
         """
         self._must_be_open()
-        return rank_state.state_views(self._ddp, self._slots, self._reference)
+        return rank_state.state_views(self._ddps, self._slots, self._reference)
 
     def state_scalars(self) -> dict[str, Any]:
         """The numbers of the state that are no tensors: ``adam_step``, and whether there is a reference model."""
@@ -338,7 +342,7 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        for name in ("_ddp", "_optimizer", "_slots", "_reference", "_megatron"):
+        for name in ("_ddps", "_optimizer", "_slots", "_reference", "_megatron", "_columns"):
             self.__dict__.pop(name, None)
         close_groups()
 
@@ -348,14 +352,22 @@ class Engine:
         if self._closed:
             raise EverstepError("this engine is closed; build a new one")
 
+    def _answers(self) -> bool:
+        """Whether this rank speaks for its data-parallel coordinate (``Layout.collect_ranks``)."""
+        first = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
+        return first and mpu.is_pipeline_last_stage()
+
     def _token_logprobs(
         self, logits: Tensor, batch: TrainingBatch, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
+        """(B, T) log-probabilities and entropies, aligned with the tokens they belong to, from this rank's logits."""
+        ids = batch.tensors["input_ids"]
         columns = logits.shape[-1]
         first = mpu.get_tensor_model_parallel_rank() * columns
-        return token_logprobs(
+        logprobs, entropy = token_logprobs(
             logits,
-            batch.tensors["input_ids"],
+            # What each position predicts; the last one, nothing.
+            self._columns.own(F.pad(ids[:, 1:], (0, 1)), width=logits.shape[1] * self.layout.cp),
             first=first,
             valid=min(columns, self.arch.vocab - first),
             temperature=temperature,
@@ -363,47 +375,22 @@ class Engine:
             group=mpu.get_tensor_model_parallel_group() if self.layout.tp > 1 else None,
         )
 
+        def at_targets(values: Tensor) -> Tensor:
+            return F.pad(self._columns.whole(values)[:, : ids.shape[1] - 1], (1, 0))
+
+        return at_targets(logprobs), None if entropy is None else at_targets(entropy)
+
     def _run(
         self,
-        module: torch.nn.Module,
+        chunks: Sequence[torch.nn.Module],
         micro_batches: list[TrainingBatch],
         seeds: list[int],
-        finish: Callable[[TrainingBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]],
+        finish: Finish,
         forward_only: bool,
     ) -> list[dict[str, Tensor]]:
-        """Megatron's schedule over all micro-batches; the last stage's results of ``finish``, in order."""
-        shapes = {tuple(batch.tensors["input_ids"].shape) for batch in micro_batches}
-        # All stages see the same micro-batches, so they agree on whether shapes must be sent along.
-        self._megatron.variable_seq_lengths = self.layout.pp > 1 and len(shapes) > 1
-        samples, tokens = micro_batches[0].tensors["input_ids"].shape
-        precision = {"fp32_output": False} if self._megatron.bf16 else {}
-
-        def forward(
-            items: Iterator[tuple[TrainingBatch, int]], model: torch.nn.Module
-        ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            batch, seed = next(items)
-            batch = batch.to(self.device)
-            ids = batch.tensors["input_ids"]
-            self._seed(seed)
-            positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-            return model(ids, positions, None, **precision), functools.partial(finish, batch)
-
-        with _kept_random_state():
-            return get_forward_backward_func()(
-                forward_step_func=forward,
-                data_iterator=iter(list(zip(micro_batches, seeds, strict=True))),
-                model=[module],
-                num_microbatches=len(micro_batches),
-                seq_length=tokens,
-                micro_batch_size=samples,
-                forward_only=forward_only,
-            )
-
-    def _seed(self, seed: int) -> None:
-        """Streams of one micro-batch: from its seed and the model-parallel position, on every stage."""
-        stages, stage = mpu.get_pipeline_model_parallel_world_size(), mpu.get_pipeline_model_parallel_rank()
-        # Megatron adds 2718 and the tensor-parallel rank for streams that differ between those ranks.
-        model_parallel_cuda_manual_seed((seed * stages + stage) % 2**31)
+        return run_micro_batches(
+            chunks, self._megatron, self.layout, self._columns, micro_batches, seeds, finish, forward_only, self.device
+        )
 
     def _sum_over_replica(self, own: Tensor) -> Tensor:
         """Sum over the replica's ranks in the order of ranks, so that it is bitwise equal everywhere; on the CPU."""
@@ -413,11 +400,6 @@ class Engine:
         for one in everyone:
             total += one
         return total.cpu()
-
-
-def _no_tokens(device: torch.device) -> Tensor:
-    """Megatron wants a token count with every loss; ours is divided later, by the caller."""
-    return torch.zeros((), dtype=torch.int, device=device)
 
 
 def _finalize_sums(model: list[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
@@ -438,14 +420,3 @@ def _set_determinism(wanted: bool, device: torch.device) -> None:
     # Their backward adds in an order that varies; flash attention and plain matrix products do not.
     torch.backends.cuda.enable_mem_efficient_sdp(not wanted)
     torch.backends.cuda.enable_cudnn_sdp(not wanted)
-
-
-@contextlib.contextmanager
-def _kept_random_state() -> Iterator[None]:
-    """The process's random state is left as it was: no stream survives a micro-batch."""
-    host, device = torch.get_rng_state(), torch.cuda.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(host)
-        torch.cuda.set_rng_state(device)

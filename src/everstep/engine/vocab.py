@@ -84,7 +84,7 @@ class _VocabParallel(torch.autograd.Function):
 
 def token_logprobs(
     logits: Tensor,
-    input_ids: Tensor,
+    targets: Tensor,
     *,
     first: int,
     valid: int,
@@ -92,18 +92,14 @@ def token_logprobs(
     with_entropy: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of every token of ``input_ids`` given the tokens before it, and the entropy there.
+    """Log-probability of the token that is the target of each position, and the entropy there.
 
-    ``logits`` (B, T, v'): this rank's vocabulary columns, of which the first ``valid`` are real; ``first`` is the
-    vocabulary index of column 0; ``input_ids`` (B, T). Returns float32 (B, T), column 0 zero, equal on every rank
-    of ``group`` (None: the vocabulary is whole). Gradients flow to ``logits``.
+    ``logits`` (B, S, v'): this rank's vocabulary columns, of which the first ``valid`` are real; ``first`` is the
+    vocabulary index of column 0; ``targets`` (B, S). Returns float32 (B, S), equal on every rank of ``group`` (None:
+    the vocabulary is whole). Gradients flow to ``logits``.
     """
-    batch, tokens, _ = logits.shape
-    flat = logits[:, :-1, :valid].reshape(-1, valid)
-    targets = input_ids[:, 1:].reshape(-1)
-    logprobs, entropy = _VocabParallel.apply(flat, targets, first, float(temperature), with_entropy, group)
-    start = torch.zeros(batch, 1, dtype=torch.float32, device=logits.device)
-    shaped = torch.cat([start, logprobs.view(batch, tokens - 1)], dim=1)
-    if not with_entropy:
-        return shaped, None
-    return shaped, torch.cat([start, entropy.view(batch, tokens - 1)], dim=1)
+    flat = logits[..., :valid].reshape(-1, valid)
+    logprobs, entropy = _VocabParallel.apply(
+        flat, targets.reshape(-1), first, float(temperature), with_entropy, group
+    )
+    return logprobs.view(targets.shape), entropy.view(targets.shape) if with_entropy else None

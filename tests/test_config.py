@@ -241,7 +241,18 @@ def test_the_trees_of_these_tests_are_possible(tree: dict[str, Any]) -> None:
     [
         ({"layout__tp": 3}, r"layout.tp=3 does not divide the 4 attention heads .*layout.tp can be 1 or 2"),
         ({"layout__tp": 4}, r"layout.tp=4 does not divide the 2 key-value heads .*layout.tp can be 1 or 2"),
-        ({"layout__pp": 3}, r"layout.pp=3 does not divide the 2 layers .*layout.pp can be 1 or 2"),
+        ({"layout__pp": 3}, r"layout.pp\*layout.vpp=3\*1=3 stages are more than the 2 layers .*lower layout.pp"),
+        ({"layout__vpp": 2}, r"layout.vpp=2 .*but layout.pp=1; raise layout.pp, or set layout.vpp=1"),
+        ({"layout__pp": 2, "layout__vpp": 2}, r"layout.pp\*layout.vpp=2\*2=4 stages are more than the 2 layers"),
+        ({"layout__pp": 2, "layout__layers_per_stage": [2]}, r"layout.layers_per_stage=\[2\] must be 2 numbers"),
+        ({"layout__pp": 2, "layout__layers_per_stage": [2, 0]}, r"layout.layers_per_stage=\[2, 0\] .*at least 1"),
+        ({"layout__pp": 2, "layout__layers_per_stage": [2, 1]}, r"layout.layers_per_stage=\[2, 1\] makes 3 layers, the model has 2"),
+        ({"engine__sequence_parallel": True}, r"engine.sequence_parallel=true .*layout.tp=1; raise layout.tp"),
+        ({"optimizer__wsd_decay_steps": 5}, r"optimizer.wsd_decay_steps=5 belongs to optimizer.schedule=wsd"),
+        (
+            {"optimizer__schedule": "wsd", "optimizer__wsd_decay_steps": 90, "optimizer__warmup_steps": 11},
+            r"optimizer.warmup_steps=11 and optimizer.wsd_decay_steps=90 do not fit into the 100 steps",
+        ),
         ({"rl__prompts_per_step": 3, "train__micro_batch_size": 5}, r"samples_per_prompt=24 .*multiple of .*=5 \(say 25\)"),
         ({"rl__updates_per_pass": 3}, r"rl.updates_per_pass=3 does not divide rl.prompts_per_step\*rl.samples_per_prompt"),
         (
@@ -335,8 +346,8 @@ def test_the_engine_and_the_plan_refuse_the_same_layouts() -> None:
         return False
 
     for tp in range(1, 6):
-        for pp in range(1, 4):
-            layout = Layout(tp=tp, pp=pp)
+        for pp, vpp in ((1, 1), (2, 1), (2, 2), (3, 1)):
+            layout = Layout(tp=tp, pp=pp, vpp=vpp)
             assert refused(lambda at=layout: check_model(shape, at, "m")) == refused(
                 lambda at=layout: check_layout(architecture, at)
             ), layout

@@ -121,14 +121,14 @@ CASES = {
         Case(Layout(pp=2, vpp=2)),
         Case(Layout(pp=2, vpp=3), "llama", False, engine={"recompute": "full", "distributed_optimizer": False}),
         Case(Layout(cp=2)),
-        Case(Layout(cp=2), "llama", False, engine={"recompute": "full", "distributed_optimizer": False}),
+        Case(Layout(cp=2), "llama", False, engine={"recompute": "selective", "distributed_optimizer": False}),
     ],
     4: [
         Case(Layout(pp=4), "llama", False),
-        Case(Layout(tp=2, cp=2), engine=SP),
+        Case(Layout(tp=2, cp=2), engine={**SP, "recompute": "full"}),
         Case(Layout(cp=2, dp=2)),
         Case(Layout(cp=2, pp=2, vpp=2, layers_per_stage=(1, 2, 2, 1))),
-        Case(Layout(tp=2, pp=2, vpp=2), engine=SP),
+        Case(Layout(tp=2, pp=2, vpp=2), engine={**SP, "recompute": "selective"}),
     ],
     8: [
         Case(Layout(tp=2, cp=2, pp=2, vpp=2), engine=SP),

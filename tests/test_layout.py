@@ -92,6 +92,22 @@ def test_global_ranks_number_all_ranks(layout: Layout) -> None:
     assert layout.devices == layout.world_size + layout.spares
 
 
+@given(size, size, st.integers(0, 20), st.data())
+def test_stages_hold_every_layer_once_in_order(pp: int, vpp: int, more: int, data: st.DataObject) -> None:
+    vpp = vpp if pp > 1 else 1
+    layers = pp * vpp + more
+    layout = Layout(pp=pp, vpp=vpp)
+    stages = layout.stages(layers)
+    assert len(stages) == pp and all(len(chunks) == vpp for chunks in stages)
+    depth = [stages[stage][chunk] for chunk in range(vpp) for stage in range(pp)]
+    assert [layer for chunk in depth for layer in chunk] == list(range(layers))
+    sizes = [len(chunk) for chunk in depth]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes[-1] == min(sizes), "the stage with the output layer takes no extra layer unless all are equal"
+    chosen = tuple(data.draw(st.permutations(sizes)))
+    assert [len(c) for c in sum(zip(*Layout(pp=pp, vpp=vpp, layers_per_stage=chosen).stages(layers), strict=True), ())] == list(chosen)
+
+
 def test_a_known_layout() -> None:
     layout = Layout(replicas=2, spares=1, tp=2, dp=2, pp=2)
     assert layout.ranks_per_replica == 8
@@ -107,6 +123,10 @@ def test_impossible_layouts_and_positions_are_refused() -> None:
         Layout(dp=2, cp=2, ep=3)
     with pytest.raises(ConfigError, match=r"layout\.tp is 0"):
         Layout(tp=0)
+    with pytest.raises(ConfigError, match=r"layout\.vpp=2 .*layout\.pp=1"):
+        Layout(vpp=2)
+    with pytest.raises(ConfigError, match=r"layout\.layers_per_stage=\[1, 2\] must be 4 numbers"):
+        Layout(pp=2, vpp=2, layers_per_stage=(1, 2))
     layout = Layout(tp=2, dp=2, ep=2)
     with pytest.raises(IndexError):
         layout.position(4)

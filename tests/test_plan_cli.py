@@ -171,7 +171,7 @@ def test_a_used_run_folder_is_refused(config: Path) -> None:
     ("arguments", "says"),
     [
         (["plan", "c.yml"], r"no configuration file c\.yml; did you mean c\.yaml\?"),
-        (["plan", "c.yaml", "layout.pp=3"], "layout.pp=3 does not divide the 2 layers"),
+        (["plan", "c.yaml", "layout.pp=3"], r"layout.pp\*layout.vpp=3\*1=3 stages are more than the 2 layers"),
         (["plan", "c.yaml", "rl.samples_per_prompt=x"], "rl.samples_per_prompt is 'x' .command line.: expected an integer"),
         (["plan"], r"Missing .*(see everstep plan --help)"),
         (["plna", "c.yaml"], "No such command 'plna'"),
@@ -270,10 +270,10 @@ def test_plan_shows_every_rank_where_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 4)])
-def test_stages_hold_all_parameters(tied: bool, tp: int, pp: int) -> None:
+@pytest.mark.parametrize(("tp", "pp", "vpp"), [(1, 1, 1), (2, 1, 1), (1, 3, 1), (2, 4, 2)])
+def test_stages_hold_all_parameters(tied: bool, tp: int, pp: int, vpp: int) -> None:
     shape = ModelShape("LlamaForCausalLM", 8, 64, 128, 4, 2, 16, 100, tied)
-    layout = Layout(tp=tp, pp=pp)
+    layout = Layout(tp=tp, pp=pp, vpp=vpp)
     held = sum(stage_parameters(shape, layout, layout.position(rank).pp) for rank in range(layout.ranks_per_replica))
     norms = (2 * shape.layers + 1) * shape.hidden  # on every tensor-parallel rank
     second_embedding = shape.vocab * shape.hidden if tied and pp > 1 else 0
@@ -318,8 +318,31 @@ def test_memory_follows_what_it_depends_on() -> None:
     assert kept.reference == kept.weights and kept.state == base.state + kept.weights
     cheap = make_plan(planned(engine={"recompute": "full"}), {}).memory[0]
     assert cheap.activations < base.activations
+    some = make_plan(planned(engine={"recompute": "selective"}), {}).memory[0]
+    assert cheap.activations < some.activations < base.activations
+    tensor = make_plan(planned(layout={"tp": 2}), {}).memory[0]
+    sequence = make_plan(planned(layout={"tp": 2}, engine={"sequence_parallel": True}), {}).memory[0]
+    assert sequence.activations * 2 == base.activations < tensor.activations * 2
+    context = make_plan(planned(layout={"cp": 2}), {}).memory
+    assert context[0] != context[1] and context[1].rollout == 0 < context[0].rollout
+    assert context[0].optimizer == base.optimizer // 2 and context[0].logits == base.logits // 2
+    assert base.activations < context[0].activations * 2 < base.activations * 1.5  # every rank gathers keys and values
     stages = make_plan(planned(layout={"pp": 2}), {}).memory
     assert stages[0].logits == 0 < stages[1].logits and stages[0].rollout == 0 < stages[1].rollout
+
+
+def test_the_plan_says_which_layers_a_stage_holds() -> None:
+    from dataclasses import replace
+
+    from everstep.plan import stage_lines
+
+    plan = make_plan(planned(layout={"pp": 2}), {})
+    assert stage_lines(plan) == ["layers: pp 0: 0; pp 1: 1"]
+    assert stage_lines(make_plan(planned(), {})) == []
+    interleaved = replace(plan.sizes, layout=Layout(pp=2, vpp=2), main=replace(plan.sizes.main, slots_per_replica=(7, 6)))
+    lines = stage_lines(replace(plan, shape=replace(plan.shape, layers=10), sizes=interleaved))
+    assert lines[0] == "layers: pp 0: 0-1, 5-7; pp 1: 2-4, 8-9"
+    assert "1 empty micro-batch a step" in lines[1]
 
 
 def test_sizes_of_the_plan_are_those_of_the_configuration() -> None:

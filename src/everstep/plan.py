@@ -103,13 +103,13 @@ def make_plan(config: Config, environ: Mapping[str, str] = os.environ) -> Plan:
 def stage_parameters(shape: ModelShape, layout: Layout, pp: int) -> int:
     """Parameters on one rank of pipeline stage ``pp``.
 
-    Layers are cut evenly over the stages, and matrices over the tensor-parallel ranks; norms are whole everywhere. The
+    Layers are cut over the stages as ``Layout.stages`` says, and matrices over the tensor-parallel ranks; norms are whole everywhere. The
     embedding is on the first stage, the output layer on the last: a tied model with pp > 1 holds its one tensor twice.
     """
     norms = 2 * shape.hidden
     per_layer = (shape.layer_parameters - norms) // layout.tp + norms
     embedding = -(-shape.vocab // layout.tp) * shape.hidden
-    total = shape.layers // layout.pp * per_layer
+    total = sum(map(len, layout.stages(shape.layers)[pp])) * per_layer
     if pp == 0:
         total += embedding
     if pp == layout.pp - 1:
@@ -122,40 +122,49 @@ def stage_parameters(shape: ModelShape, layout: Layout, pp: int) -> int:
 def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: int) -> RankMemory:
     """Bytes on ``rank`` of any replica.
 
-    With P parameters on the rank (:func:`stage_parameters`), b bytes per parameter (model.dtype), and S = P, or P/dp
-    with engine.distributed_optimizer:
+    With P parameters on the rank (:func:`stage_parameters`), b bytes per parameter (model.dtype), and S = P, or
+    P/(dp cp) with engine.distributed_optimizer:
 
         weights      b P
         gradients    4 P              (summed in float32)
         optimizer    8 S              (Adam's moments), and 4 S more for float32 masters if b = 2
         recovery     4 S              (a total is never reduced in place)
         reference    b P              (if rl.kl_coef > 0)
-        rollout      b (whole model)  (grpo; on the ranks that generate: last stage, tp 0)
+        rollout      b (whole model)  (grpo; on the ranks that generate: last stage, tp 0, cp 0)
 
-    For one micro-batch of N tokens (train.micro_batch_size times the longest sample), hidden size h, F the feed-forward
-    size, D = head_dim (2 heads + 2 kv_heads), kept for backward:
+    For one micro-batch of N tokens on this rank (train.micro_batch_size times the longest sample, over cp), hidden size
+    h, F the feed-forward size, D = head_dim (2 heads + 2 kv_heads), s = tp with engine.sequence_parallel, else 1, kept
+    for backward:
 
-        a layer      b N (6 h + (D + 4 F) / tp)
+        a layer      b N (6 h / s + (D + 4 F) / tp)
                      residuals and norms 6h; q, k, v and attention output D; gate, up, their activation and product 4F;
-                     attention scores are not kept (fused kernels; a CPU without one adds heads N² b for a moment)
-        recompute    b N h for each layer, and one layer whole
-        in flight    pp - stage micro-batches (1F1B), at most those of a step
+                     attention scores are not kept (fused kernels; a CPU without one adds heads N² b for a moment);
+                     with cp > 1 the gathered keys and values too: b N cp 2 kv_heads head_dim / tp
+        recompute    selective: 4 F, and what cp gathers, for one layer only; full: b N h / s for each layer, and
+                     one layer whole
+        in flight    pp - stage micro-batches (1F1B), at most those of a step; with vpp > 1 (interleaved)
+                     2 (pp - stage - 1) + (vpp - 1) pp + 1 chunks
         logits       12 N vocab / tp  on the last stage (float32: logits, softmax, gradient)
     """
     layout, at = sizes.layout, sizes.layout.position(rank)
     width = _BYTES[config.model.dtype]
     parameters = stage_parameters(shape, layout, at.pp)
-    shard = -(-parameters // layout.dp) if config.engine.distributed_optimizer else parameters
+    shard = -(-parameters // (layout.dp * layout.cp)) if config.engine.distributed_optimizer else parameters
 
     steps = [step for step in (sizes.main, sizes.warmup) if step is not None]
-    tokens = config.train.micro_batch_size * max(step.max_tokens for step in steps)
-    channels = 6 * shape.hidden + (shape.head_dim * 2 * (shape.heads + shape.kv_heads) + 4 * shape.ffn) // layout.tp
-    whole_layer, layers = width * tokens * channels, shape.layers // layout.pp
-    in_flight = min(layout.pp - at.pp, max(max(step.slots_per_replica) for step in steps))
-    if config.engine.recompute == "full":
-        activations = in_flight * layers * width * tokens * shape.hidden + whole_layer
-    else:
-        activations = in_flight * layers * whole_layer
+    tokens = config.train.micro_batch_size * -(-max(step.max_tokens for step in steps) // layout.cp)
+    hidden = shape.hidden // layout.tp if config.engine.sequence_parallel else shape.hidden
+    attention = shape.head_dim * 2 * (shape.heads + shape.kv_heads) // layout.tp
+    feed_forward = 4 * shape.ffn // layout.tp
+    gathered = layout.cp * 2 * shape.kv_heads * shape.head_dim // layout.tp if layout.cp > 1 else 0
+    whole = 6 * hidden + attention + feed_forward + gathered
+    kept, again = {
+        "none": (whole, 0),
+        "selective": (6 * hidden + attention, feed_forward + gathered),
+        "full": (hidden, whole),
+    }[config.engine.recompute]
+    layers = _layers_in_flight(layout, at.pp, shape.layers, max(max(step.slots_per_replica) for step in steps))
+    activations = width * tokens * (layers * kept + again)
     last = at.pp == layout.pp - 1
     generates = config.recipe == "grpo" and rank in layout.collect_ranks()
     return RankMemory(
@@ -168,6 +177,16 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
         activations=activations,
         logits=12 * tokens * (-(-shape.vocab // layout.tp)) if last else 0,
     )
+
+
+def _layers_in_flight(layout: Layout, pp: int, layers: int, micro_batches: int) -> int:
+    """Layers of stage ``pp`` whose activations are held at once, counted for every micro-batch that holds them."""
+    chunks = layout.stages(layers)[pp]
+    if layout.vpp == 1:
+        return min(layout.pp - pp, micro_batches) * len(chunks[0])
+    padded = -(-micro_batches // layout.pp) * layout.pp
+    in_flight = min(2 * (layout.pp - pp - 1) + (layout.vpp - 1) * layout.pp + 1, padded * layout.vpp)
+    return in_flight * max(map(len, chunks))
 
 
 def _placement(config: Config, layout: Layout, environ: Mapping[str, str]) -> Placement | None:
@@ -214,6 +233,8 @@ def print_plan(plan: Plan, loaded: Loaded, console: Console) -> None:
         table.add_row("spare", str(spare), *["-"] * 4, *["-"] * 5, f"≤{most / scale:.2f}")
     console.print(table)
     console.print("other: activations of the longest samples, logits, reference model, rollout copy")
+    for line in stage_lines(plan):
+        console.print(line, highlight=False)
 
     console.print("[bold]Recovery[/]")
     for line in recovery_lines(plan):
@@ -265,6 +286,25 @@ def _step_rows(step: derive.StepSizes) -> list[tuple[str, str]]:
     ]
 
 
+def stage_lines(plan: Plan) -> list[str]:
+    """Which layers each pipeline rank holds, and what the interleaved schedule pads; nothing without a pipeline."""
+    layout, main = plan.sizes.layout, plan.sizes.main
+    if layout.pp == 1:
+        return []
+
+    def said(layers: range) -> str:
+        return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
+
+    stages = layout.stages(plan.shape.layers)
+    lines = ["layers: " + "; ".join(f"pp {pp}: {', '.join(map(said, chunks))}" for pp, chunks in enumerate(stages))]
+    empty = -max(main.slots_per_replica) % layout.pp
+    if layout.vpp > 1 and empty:
+        lines.append(
+            f"interleaved schedule: {_count(empty, 'empty micro-batch')} a step, for a multiple of layout.pp={layout.pp}"
+        )
+    return lines
+
+
 def recovery_lines(plan: Plan) -> list[str]:
     """Deaths survivable, bytes per heal and per checkpoint, in sentences."""
     config, layout = plan.config, plan.sizes.layout
@@ -290,7 +330,7 @@ def recovery_lines(plan: Plan) -> list[str]:
 
 def _count(number: int, thing: str) -> str:
     """``1 spare``, ``2 spares``, ``3 processes``."""
-    return f"{number} {thing}" + ("" if number == 1 else "es" if thing.endswith("s") else "s")
+    return f"{number} {thing}" + ("" if number == 1 else "es" if thing.endswith(("s", "ch")) else "s")
 
 
 def size_text(count: int) -> str:

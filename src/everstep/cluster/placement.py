@@ -88,7 +88,7 @@ def place(ranks_per_replica: int, replicas: int, spares: int, nodes: Mapping[str
         raise BadInput(
             f"the layout needs {needed} devices ({replicas} replicas of {ranks_per_replica} ranks, {spares} spares) "
             f"but the {len(nodes)} node{'s have' if len(nodes) != 1 else ' has'} {offered}; lower layout.replicas, "
-            "layout.spares or the ranks of a replica (layout.tp, pp, dp), or add nodes"
+            "layout.spares or the ranks of a replica (layout.tp, cp, pp, dp), or add nodes"
         )
     if together > 1 and sum(free // together for free in nodes.values()) * together < ranks_per_replica * replicas:
         together = 1

@@ -37,6 +37,11 @@ def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> deriv
     _check_schedule(config, sizes)
     _check_recipe(config)
     _check_faults(config, sizes)
+    if config.engine.sequence_parallel and sizes.layout.tp == 1:
+        raise ConfigError(
+            "engine.sequence_parallel=true cuts activations over tensor-parallel ranks, but layout.tp=1; "
+            "raise layout.tp, or set engine.sequence_parallel=false"
+        )
     check_model(describe(config.model), sizes.layout, config.model.path)
     _check_data_files(config)
     _check_functions(config)
@@ -60,12 +65,12 @@ def check_model(shape: ModelShape, layout: Layout, path: str) -> None:
             raise ConfigError(
                 f"layout.tp={layout.tp} does not divide the {count} {name} of model.path={path}; layout.tp can be {_or(fits)}"
             )
-    if shape.layers % layout.pp:
-        fits = [n for n in range(1, shape.layers + 1) if shape.layers % n == 0]
+    if -(-shape.vocab // layout.tp) * (layout.tp - 1) >= shape.vocab:
         raise ConfigError(
-            f"layout.pp={layout.pp} does not divide the {shape.layers} layers of model.path={path} "
-            f"(stages of unequal size are not supported); layout.pp can be {_or(fits)}"
+            f"layout.tp={layout.tp} leaves a rank without any of the {shape.vocab} vocabulary entries of model.path={path}; "
+            "lower layout.tp"
         )
+    layout.stages(shape.layers)
 
 
 def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) -> None:
@@ -84,8 +89,8 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
             started = int(environ.get("WORLD_SIZE", "1"))
             if started != layout.ranks_per_replica:
                 raise ConfigError(
-                    f"torchrun started {started} processes, but layout.tp*layout.pp*layout.dp="
-                    f"{layout.tp}*{layout.pp}*{layout.dp}={layout.ranks_per_replica}; "
+                    f"torchrun started {started} processes, but layout.tp*layout.cp*layout.pp*layout.dp="
+                    f"{layout.tp}*{layout.cp}*{layout.pp}*{layout.dp}={layout.ranks_per_replica}; "
                     f"start it with --nproc_per_node {layout.ranks_per_replica}, or change the layout"
                 )
         elif config.local.port:
@@ -96,7 +101,7 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
             raise ConfigError(
                 f"the layout needs {layout.devices} devices ({layout.replicas} replicas of {layout.ranks_per_replica} "
                 f"ranks and {layout.spares} spares), this machine has {present}: lower layout.replicas, layout.spares, "
-                "layout.tp, layout.pp or layout.dp, set device=cpu, or give the address of a cluster as ray.address"
+                "layout.tp, layout.cp, layout.pp or layout.dp, set device=cpu, or give the address of a cluster as ray.address"
             )
 
 
@@ -178,9 +183,19 @@ def _check_schedule(config: Config, sizes: derive.Sizes) -> None:
         raise ConfigError(
             f"optimizer.min_lr={optimizer.min_lr} is greater than optimizer.lr={optimizer.lr}, its peak; change one"
         )
+    if optimizer.wsd_decay_steps and optimizer.schedule != "wsd":
+        raise ConfigError(
+            f"optimizer.wsd_decay_steps={optimizer.wsd_decay_steps} belongs to optimizer.schedule=wsd, but "
+            f"optimizer.schedule={optimizer.schedule}; change one"
+        )
     if optimizer.schedule == "constant":
         return
     decay = optimizer.decay_steps or sizes.main.steps
+    if optimizer.schedule == "wsd" and optimizer.warmup_steps + (optimizer.wsd_decay_steps or 1) > decay:
+        raise ConfigError(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} and optimizer.wsd_decay_steps={optimizer.wsd_decay_steps} "
+            f"do not fit into the {decay} steps until optimizer.min_lr; lower them, or raise optimizer.decay_steps"
+        )
     if optimizer.warmup_steps >= decay:
         what = f"optimizer.decay_steps={decay}" if optimizer.decay_steps else f"the {decay} steps of the run"
         raise ConfigError(

@@ -74,9 +74,10 @@ class EngineConfig(Section):
         False,
         description="Between attention and feed-forward, cut activations along the sequence over the tensor-parallel ranks.",
     )
-    recompute: Literal["none", "full"] = Field(
+    recompute: Literal["none", "selective", "full"] = Field(
         "none",
-        description="Activation recomputation: `full` recomputes every layer in backward, to save memory.",
+        description="Activation recomputation in backward, to save memory: `selective` the feed-forward layers and, with "
+        "layout.cp, attention with its gathered keys and values; `full` every layer whole.",
     )
     deterministic: bool = Field(
         True,
@@ -86,16 +87,26 @@ class EngineConfig(Section):
 
 class OptimizerConfig(Section):
     lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
-    min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of a linear or cosine schedule.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
+    min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of a linear, cosine or wsd schedule.")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         "constant",
-        description="Learning rate after warm-up.",
+        description="Learning rate after warm-up; `wsd` (warm-up, stable, decay) is constant until its last "
+        "optimizer.wsd_decay_steps.",
     )
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up from 0 to lr.")
     decay_steps: int | None = Field(
         None,
         ge=1,
         description="Optimizer steps until min_lr; default: all steps of the run.",
+    )
+    wsd_decay_steps: int | None = Field(
+        None,
+        ge=1,
+        description="Optimizer steps of the decay of optimizer.schedule=wsd; default: a tenth of the steps until min_lr.",
+    )
+    wsd_decay: Literal["linear", "cosine", "sqrt"] = Field(
+        "linear",
+        description="Form of the decay of optimizer.schedule=wsd; `sqrt` falls by the root of the part that is done.",
     )
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta2.")

@@ -161,6 +161,13 @@ def transformer_config(arch: Architecture, config: Config, layout: Layout) -> Tr
     recompute: dict[str, Any] = {}
     if config.engine.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif config.engine.recompute == "selective":
+        # The feed-forward layer keeps the most and costs the least to repeat. Fused attention keeps nothing of its own,
+        # except, under context parallelism, everybody's keys and values.
+        recompute = {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["mlp", "core_attn"] if layout.cp > 1 else ["mlp"],
+        }
     pipeline: dict[str, Any] = {}
     if layout.pp > 1:
         pipeline = {

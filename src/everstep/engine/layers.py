@@ -109,3 +109,15 @@ class BiasedRowParallelLinear(RowParallelLinear):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs["bias"] = True
         super().__init__(*args, **kwargs)
+
+
+class AddingRowParallelLinear(RowParallelLinear):
+    """The second matrix of an MLP with biases: adds its bias, instead of handing it on to be added later.
+
+    Under selective recompute the MLP is one autograd function; a parameter among its outputs would be given that
+    function as its history, and every later backward would run through all earlier ones.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs["skip_bias_add"] = False
+        super().__init__(*args, **kwargs)

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from everstep.config.schema import Config
-from everstep.engine.layers import BiasedRowParallelLinear, CausalAttention, RMSNorm
+from everstep.engine.layers import AddingRowParallelLinear, BiasedRowParallelLinear, CausalAttention, RMSNorm
 from everstep.errors import BadInput
 from everstep.layout import Layout
 
@@ -243,6 +243,8 @@ def _build_chunk(arch: Architecture, megatron: TransformerConfig, layers: int, c
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if arch.out_bias and not arch.mlp_bias:
         attention.linear_proj = BiasedRowParallelLinear
+    if arch.mlp_bias:
+        layer.submodules.mlp.submodules.linear_fc2 = AddingRowParallelLinear
     tp = megatron.tensor_model_parallel_size
     model = GPTModel(
         megatron,

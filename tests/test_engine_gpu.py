@@ -23,7 +23,7 @@ pytestmark = [
 MODEL = {"tied": True, "hidden_size": 64, "intermediate_size": 96}
 
 
-def gpu_engine(rank: int, layout: Layout, world: str, dtype: str) -> tuple[Any, Any]:
+def gpu_engine(rank: int, layout: Layout, world: str, dtype: str, **engine_settings: Any) -> tuple[Any, Any]:
     from everstep.engine.groups import NCCL_ENVIRONMENT
     from everstep.engine.step import Engine
 
@@ -31,26 +31,26 @@ def gpu_engine(rank: int, layout: Layout, world: str, dtype: str) -> tuple[Any, 
     torch.cuda.set_device(device)
     os.environ.update(NCCL_ENVIRONMENT)
     join_world(rank, layout.ranks_per_replica, world, backend="nccl")
-    config = settings(model={"dtype": dtype})
+    config = settings(model={"dtype": dtype}, engine=engine_settings)
     engine = Engine(config, tiny_config("qwen3", **MODEL), layout.position(rank), layout, device)
     model = hf_model(tiny_config("qwen3", **MODEL)).eval()
     engine.load_pretrained(model.state_dict())
     return engine, model
 
 
-def check_both_types(rank: int, layouts: list[Layout]) -> None:
-    for layout in layouts:
+def check_both_types(rank: int, cases: list[tuple[Layout, dict[str, Any]]]) -> None:
+    for number, (layout, engine_settings) in enumerate(cases):
         for dtype in ("float32", "bfloat16"):
-            check_numbers(rank, layout, dtype)
+            check_numbers(rank, layout, dtype, f"case{number}", **engine_settings)
 
 
-def check_numbers(rank: int, layout: Layout, dtype: str) -> None:
+def check_numbers(rank: int, layout: Layout, dtype: str, case: str, **engine_settings: Any) -> None:
     tolerance = 1e-4 if dtype == "float32" else 5e-2
     every = [batch(1, 2, 9), batch(2, 1, 12)]
     mine = every[layout.position(rank).dp :: layout.dp]
     digests = []
     for life in range(2):
-        engine, model = gpu_engine(rank, layout, f"{layout}-{dtype}-{life}", dtype)
+        engine, model = gpu_engine(rank, layout, f"{case}-{dtype}-{life}", dtype, **engine_settings)
         if dtype == "float32":
             assert all(torch.equal(t.cpu(), model.state_dict()[n]) for n, t in engine.export_hf())
         loss = sum(reference_loss(model, one, 1.0) for one in every)
@@ -68,13 +68,34 @@ def check_numbers(rank: int, layout: Layout, dtype: str) -> None:
 
 
 def test_one_gpu() -> None:
-    run_ranks(check_both_types, 1, [Layout()], join=False, deadline_s=180, cuda=True)
+    run_ranks(check_both_types, 1, [(Layout(), {}), (Layout(), {"recompute": "selective"})], join=False, deadline_s=180, cuda=True)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_gpus() -> None:
-    layouts = [Layout(tp=2), Layout(pp=2), Layout(dp=2)]
-    run_ranks(check_both_types, 2, layouts, join=False, deadline_s=240, cuda=True)
+    plain: list[tuple[Layout, dict[str, Any]]] = [(Layout(tp=2), {}), (Layout(pp=2), {}), (Layout(dp=2), {})]
+    run_ranks(check_both_types, 2, plain, join=False, deadline_s=240, cuda=True)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_share_sequences_or_interleave() -> None:
+    cases: list[tuple[Layout, dict[str, Any]]] = [
+        (Layout(tp=2), {"sequence_parallel": True}),
+        (Layout(cp=2), {}),
+        (Layout(cp=2), {"recompute": "selective"}),
+        (Layout(pp=2, vpp=2), {}),
+    ]
+    run_ranks(check_both_types, 2, cases, join=False, deadline_s=240, cuda=True)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
+def test_four_gpus_combine_them() -> None:
+    cases: list[tuple[Layout, dict[str, Any]]] = [
+        (Layout(tp=2, cp=2), {"sequence_parallel": True}),
+        (Layout(cp=2, pp=2, vpp=2), {"recompute": "full"}),
+        (Layout(pp=4), {}),
+    ]
+    run_ranks(check_both_types, 4, cases, join=False, deadline_s=240, cuda=True)
 
 
 def check_death(rank: int) -> float:

@@ -54,10 +54,10 @@ def test_the_demonstration_survives_a_kill_in_the_middle_of_a_step(tmp_path):
     assert gone(run.pids)
 
 
-@pytest.mark.parametrize("phase", ["reduce", "vote"])
-def test_a_rank_of_a_tensor_parallel_replica_dies_and_its_peer_keeps_its_memory(tmp_path, phase):
-    """2 replicas x TP2 and a spare: the whole replica leaves the view, its living rank re-forms around the spare."""
-    run = finish(config(SFT, tmp_path / "run", *SHORT_SFT, "layout.tp=2", "layout.spares=1", "train.verify_every=1",
+@pytest.mark.parametrize(("phase", "split"), [("reduce", ["layout.tp=2", "engine.sequence_parallel=true"]), ("vote", ["layout.cp=2"])])
+def test_a_rank_of_a_replica_of_two_dies_and_its_peer_keeps_its_memory(tmp_path, phase, split):
+    """2 replicas x TP2 or CP2 and a spare: the whole replica leaves the view, its living rank re-forms around the spare."""
+    run = finish(config(SFT, tmp_path / "run", *SHORT_SFT, *split, "layout.spares=1", "train.verify_every=1",
                         f"faults=[{{step: 4, phase: {phase}, kind: kill, replica: 1, rank: 0}}]"))
     assert_invariants(run, steps=12)
     (death,) = recoveries(run.events)

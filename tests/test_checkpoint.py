@@ -124,6 +124,8 @@ def test_another_layout_is_refused_with_both_named_and_the_way_out(tmp_path: Pat
     folder = save(tmp_path, 3)
     with pytest.raises(BadInput, match=r"saved with tp=2 cp=1.*configured are tp=1 .*pp=2.*model.path=.*/hf"):
         load_rank(state_of(0), folder, 0, Layout(replicas=2, pp=2))
+    with pytest.raises(BadInput, match=r"saved with tp=2 .*configured are tp=2 .*pp=2 vpp=2 layers_per_stage=\[1, 2, 1, 1\]"):
+        load_rank(state_of(0), folder, 0, Layout(tp=2, pp=2, vpp=2, layers_per_stage=(1, 2, 1, 1)))
     assert load_rank(state_of(0), folder, 0, Layout(replicas=5, spares=1, tp=2)), "any number of replicas"
 
 

@@ -111,6 +111,23 @@ def test_token_logprobs_and_their_gradients(dtype: torch.dtype, monkeypatch: pyt
     assert torch.equal(logits, untouched)
 
 
+@pytest.mark.parametrize("cp", [1, 2, 3])
+def test_context_ranks_share_the_columns_in_a_zigzag(cp: int) -> None:
+    from everstep.engine.columns import Columns
+
+    values = torch.arange(1, 23).view(2, 11)
+    every = [Columns(multiple=2 * cp if cp > 1 else 1, cp=cp, rank=rank) for rank in range(cp)]
+    width = every[0].padded(11)
+    assert width == {1: 11, 2: 12, 3: 12}[cp]
+    parts = [columns.own(values, width) for columns in every]
+    assert sorted(torch.cat(parts, 1).flatten().tolist()) == [0] * 2 * (width - 11) + list(range(1, 23))
+    if cp == 2:
+        assert parts[0][0].tolist() == [1, 2, 3, 10, 11, 0] and parts[1][0].tolist() == [4, 5, 6, 7, 8, 9]
+    # As much causal attention for every rank: the sum over its positions.
+    positions = [columns.own(torch.arange(width)[None], width).sum() for columns in every]
+    assert len({int(total) for total in positions}) == 1
+
+
 def test_losses_are_named_built_and_packed() -> None:
     loss = LossSpec("support.models:NllWithEntropy", {"entropy_coef": 0.5}).build()
     assert isinstance(loss, NllWithEntropy) and loss.entropy_coef == 0.5

@@ -6,6 +6,7 @@ Transformers' meaning is the reference: the tests compare log-probabilities, gra
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -244,7 +245,9 @@ def _build_chunk(arch: Architecture, megatron: TransformerConfig, layers: int, c
     if arch.out_bias and not arch.mlp_bias:
         attention.linear_proj = BiasedRowParallelLinear
     if arch.mlp_bias:
-        layer.submodules.mlp.submodules.linear_fc2 = AddingRowParallelLinear
+        mlp: Any = layer.submodules.mlp  # a ModuleSpec up to Megatron-Core 0.16, later a functools.partial
+        parts = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+        parts.linear_fc2 = AddingRowParallelLinear
     tp = megatron.tensor_model_parallel_size
     model = GPTModel(
         megatron,

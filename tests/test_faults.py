@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.runs import DEMO, SFT, config, finish, gone
 
 from everstep.errors import NotEnoughReplicas
 from everstep.telemetry.recoveries import account, recoveries
-from tests.support.runs import DEMO, SFT, config, finish, gone
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("ray_cluster")]
 

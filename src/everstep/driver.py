@@ -42,16 +42,25 @@ RECIPES = {"sft": sft.train, "grpo": grpo.train}
 def launch(config: Config | str | os.PathLike[str], overrides: Sequence[str] = (), clean: bool = False) -> Group:
     """Start the processes of ``config`` (or of a file with ``overrides``) and return the group; the caller closes it.
 
+    With ``resume`` the group continues from the checkpoint that was chosen; ``group.recipe_state`` is what was saved with it.
     Raises BadInput before any process is started. With ``launcher=local`` the caller is a rank of torchrun and every rank
     makes the same calls.
     """
+    _quiet_libraries()
     if not isinstance(config, Config):
         config = config_files.load_config(os.fspath(config), overrides)
     check(config)
     check_run_dir(config, clean)
     launcher = environment.detect_launcher(config)
-    run_dir, _, events = _enter(config, clean, launcher)
-    return _start_group(config, launcher, run_dir, events, None)
+    run_dir, chosen, events = _enter(config, clean, launcher)
+    group = _start_group(config, launcher, run_dir, events, None)
+    if chosen.path:
+        try:
+            group.load(chosen.path)
+        except BaseException:
+            group.close()
+            raise
+    return group
 
 
 def run(config: Config, *, program: Sequence[str] = (), clean: bool = False) -> int:
@@ -59,6 +68,7 @@ def run(config: Config, *, program: Sequence[str] = (), clean: bool = False) -> 
 
     ``program``: the command that torchrun shall start on every rank, for ``launcher=local`` outside torchrun.
     """
+    _quiet_libraries()
     launcher = environment.detect_launcher(config)
     inside = environment.inside_torchrun()
     if launcher == "ray" or not inside or os.environ.get("RANK") == "0":
@@ -67,8 +77,6 @@ def run(config: Config, *, program: Sequence[str] = (), clean: bool = False) -> 
     if launcher == "local" and not inside:
         check_data(config)
         return torchrun.launch(config, program)
-    if launcher == "local":  # the ranks share the terminal with the progress display; ray's have log files
-        warnings.filterwarnings("ignore", module=r"torch|megatron|transformers")
     data = check_data(config)
     with _interrupts():
         return _run(config, data, launcher, clean)
@@ -87,8 +95,9 @@ def _run(config: Config, data: PreparedData, launcher: str, clean: bool) -> int:
         group = _start_group(config, launcher, run_dir, events, _follow(console, run_dir, config.layout.replicas) if console else None)
         if lead:
             metrics = Metrics(run_dir.path, config.telemetry.tensorboard, from_step=chosen.step)
-        state = group.load(chosen.path) if chosen.path else {}
-        the_run = Run(config, group, data, console, metrics, events, state)
+        if chosen.path:
+            group.load(chosen.path)
+        the_run = Run(config, group, data, console, metrics, events)
         RECIPES[config.recipe](the_run)
         digest = group.verify()
         status = "done"
@@ -225,6 +234,12 @@ def _conclude(console: Console, the_run: Run, run_dir: RunDir, digest: str) -> N
 def _how_to_resume(config: Config, run_dir: RunDir) -> str:
     newest = choose(run_dir.checkpoints, "auto")
     return f"; continue after step {newest.step} with resume=auto" if newest.path else "; no checkpoint was complete"
+
+
+def _quiet_libraries() -> None:
+    """Advice to the developers of torch, Megatron and transformers is not for who trains with them."""
+    warnings.filterwarnings("ignore", module=r"torch|megatron|transformers")
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")  # Megatron reads it
 
 
 class _interrupts:

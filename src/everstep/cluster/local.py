@@ -87,6 +87,8 @@ class LocalGroup:
         self.layout = Layout(1, 0, tp=config.layout.tp, pp=config.layout.pp, dp=config.layout.dp)
         self._rank = dist.get_rank()
         self._reference = False
+        self.recipe_state: dict[str, Any] = {}
+        self.dispatch_bytes, self.dispatch_seconds = 0, 0.0  # every rank has the whole batch already: nothing is sent
         self._server: CoordinatorServer | None = None
         workers = tuple(f"w{rank}" for rank in range(self.layout.ranks_per_replica))
         member = Member(0, 0, workers)
@@ -203,6 +205,7 @@ class LocalGroup:
         self._control.wait_for(
             lambda records: records[-1] if records[-1].view.committed == saved.step else None, 30.0, "the checkpoint's view"
         )
+        self.recipe_state = saved.recipe_state
         return saved.recipe_state
 
     def verify(self) -> str:

@@ -17,6 +17,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+# Read when ray is imported: the raylet's page about a killed worker is no news, the death is reported once, by us.
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
+
 import ray
 import torch.distributed as dist
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -73,6 +76,7 @@ class RayGroup:
         self._actors: dict[str, Any] = {}
         self._infos: dict[str, ActorInfo] = {}
         self._reference = False
+        self.recipe_state: dict[str, Any] = {}
         self._closed = False
         self._repair: Repair | None = None
         self._injector: FaultInjector | None = None
@@ -302,6 +306,7 @@ class RayGroup:
         self.call("pass_through", "load_shard", path, saved.step, saved.reference)
         self._reference = saved.reference
         self.server.restart_at(saved.step)
+        self.recipe_state = saved.recipe_state
         return saved.recipe_state
 
     def verify(self) -> str:

@@ -107,15 +107,14 @@ class Link:
     def drop(self) -> None:
         """Give the group up, off the critical path. Gloo: closing the sockets tells every other member, but first the destructor
         waits for a collective that still runs, until a member that computes leaves it too. NCCL: abort."""
-        group, self._group = self._group, None
+        group, self._group = [self._group], None  # in a list: the thread shall let go of the last reference
         held, self._held = self._held, []
-        if group is not None:
+        if group[0] is not None:
             abort = self._device.type == "cuda"
-            threading.Thread(target=_give_up, args=([group], held, abort), name=f"drop-{self.name}", daemon=True).start()
+            threading.Thread(target=_give_up, args=(group, held, abort), name=f"drop-{self.name}", daemon=True).start()
 
 
 def _give_up(group: list[Any], held: list[Any], abort: bool) -> None:
-    """``group``: in a list, so that this thread lets go of the last reference."""
     if abort:
         group[0].abort()
     group.clear()

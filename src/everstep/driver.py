@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Sequence
 from types import FrameType
@@ -76,13 +77,12 @@ def run(config: Config, *, program: Sequence[str] = (), clean: bool = False) -> 
         check_run_dir(config, clean)
     if launcher == "local" and not inside:
         check_data(config)
-        return torchrun.launch(config, program)
-    data = check_data(config)
-    with _interrupts():
-        return _run(config, data, launcher, clean)
+        return torchrun.launch(config, program, lambda text: print(f"everstep: {text}", file=sys.stderr))
+    with _Interrupts() as interrupts:
+        return _run(config, check_data(config), launcher, clean, interrupts)
 
 
-def _run(config: Config, data: PreparedData, launcher: str, clean: bool) -> int:
+def _run(config: Config, data: PreparedData, launcher: str, clean: bool, interrupts: _Interrupts) -> int:
     run_dir, chosen, events = _enter(config, clean, launcher)
     lead = events is not None
     console = Console(config.telemetry.progress, title=config.recipe) if lead else None
@@ -107,6 +107,7 @@ def _run(config: Config, data: PreparedData, launcher: str, clean: bool) -> int:
             _conclude(console, the_run, run_dir, digest)
         return 0
     except KeyboardInterrupt as interrupt:
+        interrupts.ignored = True
         status = "interrupted"
         raise Interrupted(f"interrupted by {interrupt}; the processes were stopped" + _how_to_resume(config, run_dir)) from None
     except EverstepError as error:
@@ -114,6 +115,7 @@ def _run(config: Config, data: PreparedData, launcher: str, clean: bool) -> int:
             events.emit("error", error=type(error).__name__, message=str(error))
         raise
     finally:
+        interrupts.ignored = True
         if console:
             console.stop()
         if group:
@@ -242,17 +244,20 @@ def _quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")  # Megatron reads it
 
 
-class _interrupts:
-    """SIGINT and SIGTERM interrupt the main thread, so that everything is shut down in order."""
+class _Interrupts:
+    """SIGINT and SIGTERM interrupt the main thread, so that everything is shut down in order; during that they are ignored."""
 
-    def __enter__(self) -> None:
+    ignored = False
+
+    def __enter__(self) -> _Interrupts:
         self._old = {n: signal.signal(n, self._raise) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
 
-    @staticmethod
-    def _raise(number: int, frame: FrameType | None) -> None:
+    def _raise(self, number: int, frame: FrameType | None) -> None:
         # No Exception: code between here and the driver that handles its own errors must not swallow it.
-        raise KeyboardInterrupt(signal.Signals(number).name)
+        if not self.ignored:
+            raise KeyboardInterrupt(signal.Signals(number).name)

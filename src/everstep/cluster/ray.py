@@ -11,8 +11,9 @@ import os
 import secrets
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -86,7 +87,8 @@ class RayGroup:
         self._group: Any = None
         self._server: CoordinatorServer | None = None
         self.dispatch_bytes, self.dispatch_seconds = 0, 0.0
-        self._own_cluster = _start_ray(config, self.layout.devices)
+        with _kept_signal_handlers():
+            self._connected = _start_ray(config, self.layout.devices)
         try:
             self._start()
         except BaseException:
@@ -182,7 +184,7 @@ class RayGroup:
             return
         self._closed = True
         with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails
-            if self._own_cluster:
+            if self._connected:
                 last_first.callback(ray.shutdown)
             last_first.callback(self._end_processes)
             if self._group:
@@ -518,7 +520,7 @@ class _Putter:
 
 
 def _start_ray(config: Config, processes: int) -> bool:
-    """Connect to the configured cluster, or start one for this run (True). Raises BadInput."""
+    """Connect to the configured cluster, or start one for this run. False: this process was connected before. Raises BadInput."""
     if ray.is_initialized():
         return False
     quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": True}
@@ -527,13 +529,27 @@ def _start_ray(config: Config, processes: int) -> bool:
             ray.init(address=config.ray.address, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise BadInput(f"ray.address={config.ray.address}: no Ray cluster answers there ({error}); start one with `ray start`") from error
-        return False
+        return True
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "disabled"  # a cluster of this run alone, on the loopback interface
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray.init(num_cpus=max(processes + 1, os.cpu_count() or 1), include_dashboard=False, object_store_memory=512 << 20,
              _node_ip_address="127.0.0.1", **quiet)
     return True
+
+
+@contextlib.contextmanager
+def _kept_signal_handlers() -> Iterator[None]:
+    """Ray's own handler of SIGTERM aborts the process, and no Python code runs; ours shuts down in order."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _uses_gpus(config: Config) -> bool:

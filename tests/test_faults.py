@@ -6,6 +6,7 @@ import pytest
 from tests.support.runs import DEMO, SFT, config, finish, gone
 
 from everstep.errors import NotEnoughReplicas
+from everstep.telemetry.history import check
 from everstep.telemetry.recoveries import account, recoveries
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("ray_cluster")]
@@ -14,25 +15,13 @@ SHORT_SFT = ["sft.steps=12", "checkpoint.at_end=false"]
 
 
 def assert_invariants(run, steps: int) -> None:
-    """What must hold of every run: contiguous commits, each sample once, divisors equal to what was contributed, equal state."""
+    """What must hold of every run, by the history checker; and that it is this run's ``steps`` that it looked at."""
+    findings = check(run.folder)
+    assert not [f for f in findings if f.held is False], findings
+    assert all(f.held for f in findings if f.number != 7), findings  # 7: some of these runs write no checkpoint
     books = account(run.events)
     assert (books.first_step, books.last_step, books.committed) == (1, steps, steps)
     assert books.exact and books.samples_dropped == 0
-    votes = {(e.step, tuple(e.epoch)): [] for e in run.kind("vote")}
-    for vote in run.kind("vote"):
-        votes[vote.step, tuple(vote.epoch)].append(vote)
-    for commit in run.kind("commit"):
-        binding = votes[commit.step, tuple(commit.epoch)]
-        assert {v["divisor"] for v in binding} == {commit["divisor"]}
-        slots = len(binding[0]["ledger"])
-        assert all(v["ledger"] == list(range(slots)) for v in binding)
-        applied = [e for e in run.kind("apply") if e.step == commit.step]
-        # Members of the next view that do not enter healing hold the step; so may a rank whose replica broke after the vote.
-        assert set(commit["members"]) - set(commit["healing"]) <= {e["replica"] for e in applied}
-        assert {e["divisor"] for e in applied} == {commit["divisor"]} and {tuple(e.epoch) for e in applied} == {tuple(commit.epoch)}
-    epochs = [tuple(e.epoch) for e in run.kind("view")]
-    assert epochs == sorted(set(epochs))
-    assert len(run.final_hashes) == len({key.split("/")[1] for key in run.kind("verify")[-1]["hashes"]})
 
 
 def test_the_demonstration_survives_a_kill_in_the_middle_of_a_step(tmp_path):

@@ -43,10 +43,14 @@ def test_the_demonstration_survives_a_kill_in_the_middle_of_a_step(tmp_path):
     assert gone(run.pids)
 
 
-@pytest.mark.parametrize("phase", ["reduce", "vote"])
-def test_a_rank_of_a_tensor_parallel_replica_dies_and_its_peer_keeps_its_memory(tmp_path, phase):
-    """2 replicas x TP2 and a spare: the whole replica leaves the view, its living rank re-forms around the spare."""
+@pytest.mark.parametrize(("phase", "minimum"), [("reduce", 1), ("vote", 2)])
+def test_a_rank_of_a_tensor_parallel_replica_dies_and_its_peer_keeps_its_memory(tmp_path, phase, minimum):
+    """2 replicas x TP2 and a spare: the whole replica leaves the view, its living rank re-forms around the spare.
+
+    With both replicas needed, it comes back within the step: its living rank takes part in one step in two lives.
+    """
     run = finish(config(SFT, tmp_path / "run", *SHORT_SFT, "layout.tp=2", "layout.spares=1", "train.verify_every=1",
+                        f"recovery.min_replicas={minimum}",
                         f"faults=[{{step: 4, phase: {phase}, kind: kill, replica: 1, rank: 0}}]"))
     assert_invariants(run, steps=12)
     (death,) = recoveries(run.events)
@@ -71,6 +75,15 @@ def test_deaths_of_a_replica_of_its_successor_while_healing_and_of_a_frozen_rank
     assert gone(run.pids)
 
 
+def test_both_ranks_of_a_replica_die_at_once_and_two_spares_take_their_places(tmp_path):
+    run = finish(config(SFT, tmp_path / "run", "sft.steps=40", "checkpoint.at_end=false", "layout.tp=2", "layout.spares=2",
+                        "faults=[{step: 4, phase: compute, kind: kill, replica: 1}, {step: 4, phase: compute, kind: kill, replica: 1, rank: 1}]"))
+    assert_invariants(run, steps=40)
+    assert len(recoveries(run.events)) == 2
+    assert run.kind("join") and run.kind("commit")[-1]["members"] == [0, 1]
+    assert gone(run.pids)
+
+
 def test_with_one_replica_left_and_no_spare_training_goes_on_and_with_none_it_ends_resumable(tmp_path):
     conf = config(SFT, tmp_path / "run", "sft.steps=30", "checkpoint.every_steps=5", "layout.spares=0",
                   "faults=[{step: 7, phase: compute, kind: kill, replica: 0}, {step: 13, phase: compute, kind: kill, replica: 1}]")
@@ -81,6 +94,13 @@ def test_with_one_replica_left_and_no_spare_training_goes_on_and_with_none_it_en
     books = account(again.events)
     assert books.exact and books.committed == 30 and books.steps_rolled_back == [11, 12]
     assert gone(again.pids)
+
+
+def test_without_recovery_the_first_death_ends_the_run_resumable(tmp_path):
+    with pytest.raises(NotEnoughReplicas, match="recovery.enabled=false") as error:
+        finish(config(SFT, tmp_path / "run", *SHORT_SFT, "layout.spares=0", "recovery.enabled=false",
+                      "faults=[{step: 3, phase: compute, kind: kill, replica: 1}]"))
+    assert error.value.exit_code == 3
 
 
 def test_below_the_minimum_without_a_spare_the_run_stops_resumable(tmp_path):

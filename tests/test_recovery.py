@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from datetime import timedelta
@@ -112,34 +113,38 @@ def test_closing_the_coordinator_ends_its_threads_and_frees_its_port(tmp_path):
 
 
 def test_after_a_pause_of_its_own_the_coordinator_expels_nobody(tmp_path):
-    """Ctrl-Z and fg: everybody was silent, for all it knows."""
+    """Ctrl-Z and fg, or a frozen container: everybody was silent, for all it knows."""
     results = run_ranks(_stopped_coordinator, 2, str(tmp_path), join=False, deadline_s=30)
     assert results[0] == {}
 
 
 def _stopped_coordinator(rank: int, folder: str) -> dict | None:
-    import signal
-
     pid = Path(folder) / "pid"
     if rank == 1:
         assert until(pid.exists, 20.0)
         time.sleep(1.0)
-        os.kill(int(pid.read_text()), signal.SIGSTOP)
+        coordinator, ranks = map(int, pid.read_text().split())
+        for process in (coordinator, ranks):
+            os.kill(process, signal.SIGSTOP)
         time.sleep(2.5)
-        os.kill(int(pid.read_text()), signal.SIGCONT)
+        os.kill(coordinator, signal.SIGCONT)
+        time.sleep(0.5)
+        os.kill(ranks, signal.SIGCONT)
         return None
     server, members = serve(Path(folder), silence_s=1.5)
     server.open(members)
     child = os.fork()
     if child == 0:  # two ranks that speak every 0.2 s
         controls = [Control(server.address, "secret", w, 0.2) for w in ("w0", "w1")]
-        time.sleep(5.0)
+        time.sleep(30.0)  # ended from outside
         os._exit(len(controls))
-    (Path(folder) / "pid.tmp").write_text(str(os.getpid()))
+    (Path(folder) / "pid.tmp").write_text(f"{os.getpid()} {child}")
     (Path(folder) / "pid.tmp").rename(pid)
-    time.sleep(4.0)
+    assert until(lambda: server.connected("w0") and server.connected("w1"))
+    time.sleep(5.0)
     dead = dict(server.dead)
     server.close()
+    os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return dead
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -58,10 +59,21 @@ def connect(server: CoordinatorServer, worker: str, heartbeat_s: float = 0.1) ->
     return control
 
 
+def test_a_rank_that_says_goodbye_is_no_death(tmp_path):
+    server, members = serve(tmp_path)
+    controls = [connect(server, w) for w in ("w0", "w1")]
+    server.open(members)
+    controls[1].close()
+    assert until(lambda: not server.connected("w1"))
+    time.sleep(0.2)
+    assert server.dead == {} and server.coordinator.view.replicas == (0, 1)
+    server.close()
+
+
 def test_a_rank_that_dies_between_its_formation_and_the_first_view_is_not_in_it_for_long(tmp_path):
     server, members = serve(tmp_path)
     controls = [connect(server, w) for w in ("w0", "w1")]
-    controls[1].close()
+    controls[1]._socket.shutdown(socket.SHUT_RDWR)  # what the kernel does when a process ends; close() would say goodbye
     assert until(lambda: "w1" in server.dead)
     server.open(members)
     assert server.coordinator.view.replicas == (0,)

@@ -7,25 +7,20 @@ included, goes over the coordinator's channel; Ray starts processes and moves da
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
-
-# Read when ray is imported: the raylet's page about a killed worker is no news, the death is reported once, by us.
-os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
 
 import ray
 import torch.distributed as dist
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from everstep.checkpoint import saving
 from everstep.checkpoint.saving import SavedRun
@@ -36,6 +31,19 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.dispatch import get_dispatch, ranks_of
 from everstep.cluster.group import StepResult, cut_slots
 from everstep.cluster.placement import place
+from everstep.cluster.ray_runtime import (
+    Putter,
+    devices_per_node,
+    first_line,
+    kept_signal_handlers,
+    node_ip,
+    on_node,
+    pid_runs,
+    signal_pid,
+    start_ray,
+    typed_error,
+    uses_gpus,
+)
 from everstep.cluster.repair import Repair
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.worker import Formation, called_off
@@ -44,11 +52,9 @@ from everstep.engine.loss import LossSpec
 from everstep.errors import (
     BadInput,
     DeadlineExceeded,
-    EverstepError,
     Fenced,
     NotEnoughReplicas,
     ReplicaBroken,
-    WorkerFailed,
 )
 from everstep.layout import Layout
 from everstep.recovery.commitlog import CommitLog
@@ -87,8 +93,8 @@ class RayGroup:
         self._group: Any = None
         self._server: CoordinatorServer | None = None
         self.dispatch_bytes, self.dispatch_seconds = 0, 0.0
-        with _kept_signal_handlers():
-            self._connected = _start_ray(config, self.layout.devices)
+        with kept_signal_handlers():
+            self._connected = start_ray(config, self.layout.devices)
         try:
             self._start()
         except BaseException:
@@ -132,12 +138,12 @@ class RayGroup:
     def _create_actors(self, host: str, port: int, token: str) -> list[str]:
         """Actors of all ranks and spares on the nodes that the placement chose, imports done. Raises BadInput, DeadlineExceeded."""
         config = self.config
-        on_gpu = _uses_gpus(config)
-        nodes = _devices_per_node(on_gpu)
+        on_gpu = uses_gpus(config)
+        nodes = devices_per_node(on_gpu)
         plan = place(self.layout.ranks_per_replica, self.layout.replicas, self.layout.spares, nodes, self.layout.tp)
         chosen = [*(node for replica in plan.replica_nodes for node in replica), *plan.spare_nodes]
         device = {"GPU": 1.0} if on_gpu else {}
-        bundles = [{"CPU": 1.0, **device, f"node:{_node_ip(node)}": 0.001} for node in chosen]
+        bundles = [{"CPU": 1.0, **device, f"node:{node_ip(node)}": 0.001} for node in chosen]
         self._group = placement_group(bundles, strategy="PACK")
         deadline = time.monotonic() + config.ray.start_timeout_s
         try:
@@ -171,7 +177,7 @@ class RayGroup:
                     f"see {self._run_dir.rank_log(numbers[worker])}"
                 ) from None
             except RayError as error:
-                raise _typed(error, worker, "its start") from error
+                raise typed_error(error, worker, "its start") from error
         return workers
 
     @property
@@ -202,7 +208,7 @@ class RayGroup:
         living = [worker for worker in self._infos if worker not in self._confirmed]
         for worker in living:
             if self._infos[worker].host == socket.gethostname():
-                _signal_pid(self._infos[worker].pid, signal.SIGKILL)
+                signal_pid(self._infos[worker].pid, signal.SIGKILL)
         for worker in living:
             self._wait_gone(worker, 10.0)
 
@@ -225,7 +231,7 @@ class RayGroup:
             ranks = ranks_of(self.layout, view.contributors)
             how = get_dispatch(dispatch)
             how.validate(ranks, args, kwargs)
-            put = _Putter()
+            put = Putter()
             pending: dict[Any, int] = {}
             called: list[tuple[str, Member]] = []
             for index, (rank, (a, kw)) in enumerate(zip(ranks, how.dispatch(ranks, args, kwargs), strict=True)):
@@ -262,7 +268,7 @@ class RayGroup:
                 except RayError as error:
                     worker, member = called[index]
                     if not self._is_death(worker, member, error):
-                        raise _typed(error, worker, method) from error
+                        raise typed_error(error, worker, method) from error
                     return None
             view = self.server.coordinator.view
             if any(view.member(member.replica) != member for _, member in called):
@@ -272,7 +278,7 @@ class RayGroup:
     def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
         step = self.committed_step + 1
         slots = cut_slots(batch, self.config.train.micro_batch_size, self.layout.dp)
-        put = _Putter()
+        put = Putter()
         refs = [[put(micro) for micro in slot] for slot in slots]
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + put.nbytes, self.dispatch_seconds + put.seconds
         self.server.begin(step, tuple(batch.sample_ids))
@@ -302,7 +308,7 @@ class RayGroup:
                     reports[worker, member] = ray.get(ref)
                 except RayError as error:
                     if not self._is_death(worker, member, error):
-                        raise _typed(error, worker, f"step {step}") from error
+                        raise typed_error(error, worker, f"step {step}") from error
         view = coordinator.view
         finished = {w: r for (w, member), r in reports.items() if view.member(member.replica) == member}
         if not finished:
@@ -406,7 +412,7 @@ class RayGroup:
         """
         over: Callable[[Coordinator], bool] = lambda c: c.view.member(member.replica) != member
         if isinstance(error, RayActorError):
-            self.server.expel(worker, f"its process ended ({_first_line(error)})")
+            self.server.expel(worker, f"its process ended ({first_line(error)})")
             return True
         cause = error.cause if isinstance(error, RayTaskError) else None
         if isinstance(cause, ReplicaBroken):
@@ -452,9 +458,9 @@ class RayGroup:
                 try:
                     ray.get(ref)
                 except RayActorError as error:
-                    failed[worker] = _first_line(error)
+                    failed[worker] = first_line(error)
                 except RayTaskError as error:
-                    typed = _typed(error, worker, "form")
+                    typed = typed_error(error, worker, "form")
                     if isinstance(typed, BadInput):
                         raise typed from error
                     (broken if isinstance(typed, ReplicaBroken) else failed)[worker] = str(typed)
@@ -486,118 +492,16 @@ class RayGroup:
     def _send_signal(self, worker: str, number: int) -> None:
         info = self._infos[worker]
         if info.host == socket.gethostname():
-            _signal_pid(info.pid, number)
+            signal_pid(info.pid, number)
         else:
-            ray.get(_on_node(info.node_id).remote(info.pid, number), timeout=_DEATH_CONFIRM_S)
+            ray.get(on_node(info.node_id).remote(info.pid, number), timeout=_DEATH_CONFIRM_S)
 
     def _wait_gone(self, worker: str, timeout_s: float) -> None:
         info = self._infos[worker]
         if info.host != socket.gethostname():
             return  # the SIGKILL above was delivered by a task on its node
         end = time.monotonic() + timeout_s
-        while _pid_runs(info.pid):
+        while pid_runs(info.pid):
             if time.monotonic() > end:
                 raise DeadlineExceeded(f"worker {worker} (process {info.pid} on {info.host}) did not die within {timeout_s:g} s")
             time.sleep(0.002)
-
-
-class _Putter:
-    """Puts each batch into the object store once, however many ranks get it."""
-
-    def __init__(self) -> None:
-        self.nbytes, self.seconds = 0, 0.0
-        self._refs: dict[int, tuple[Any, Any]] = {}
-
-    def __call__(self, value: Any) -> Any:
-        if not isinstance(value, TrainingBatch):
-            return value
-        if id(value) not in self._refs:
-            start = time.monotonic()
-            self._refs[id(value)] = (value, ray.put(value))
-            self.seconds += time.monotonic() - start
-            self.nbytes += value.nbytes
-        return self._refs[id(value)][1]
-
-
-def _start_ray(config: Config, processes: int) -> bool:
-    """Connect to the configured cluster, or start one for this run. False: this process was connected before. Raises BadInput."""
-    if ray.is_initialized():
-        return False
-    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": True}
-    if config.ray.address:
-        try:
-            ray.init(address=config.ray.address, **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise BadInput(f"ray.address={config.ray.address}: no Ray cluster answers there ({error}); start one with `ray start`") from error
-        return True
-    if "RAY_AUTH_MODE" not in os.environ:
-        os.environ["RAY_AUTH_MODE"] = "disabled"  # a cluster of this run alone, on the loopback interface
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(num_cpus=max(processes + 1, os.cpu_count() or 1), include_dashboard=False, object_store_memory=512 << 20,
-             _node_ip_address="127.0.0.1", **quiet)
-    return True
-
-
-@contextlib.contextmanager
-def _kept_signal_handlers() -> Iterator[None]:
-    """Ray's own handler of SIGTERM aborts the process, and no Python code runs; ours shuts down in order."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _uses_gpus(config: Config) -> bool:
-    if config.device == "cpu":
-        return False
-    gpus = int(ray.cluster_resources().get("GPU", 0))
-    if config.device == "cuda" and not gpus:
-        raise BadInput("device=cuda, but the Ray cluster has no GPU; use device=cpu or auto")
-    return gpus > 0
-
-
-def _devices_per_node(on_gpu: bool) -> dict[str, int]:
-    kind = "GPU" if on_gpu else "CPU"
-    return {n["NodeID"]: int(n["Resources"].get(kind, 0)) for n in ray.nodes() if n["Alive"]}
-
-
-def _node_ip(node_id: str) -> str:
-    return next(str(n["NodeManagerAddress"]) for n in ray.nodes() if n["NodeID"] == node_id)
-
-
-def _on_node(node_id: str) -> Any:
-    return ray.remote(num_cpus=0)(_signal_pid).options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-
-
-def _signal_pid(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it is gone already, which is what a kill wants
-        os.kill(pid, number)
-
-
-def _pid_runs(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def _typed(error: RayError, worker: str, what: str) -> EverstepError:
-    """A Ray error as one of ours. What the worker raised typed stays as it is."""
-    cause = error.cause if isinstance(error, RayTaskError) else None
-    if isinstance(cause, EverstepError):
-        return cause
-    if cause is not None:
-        return WorkerFailed(f"worker {worker} failed in {what}: {type(cause).__name__}: {_first_line(cause)}")
-    return WorkerFailed(f"worker {worker} failed in {what}: {_first_line(error)}")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -111,6 +111,10 @@ class Control:
         self._send({"type": "link_failed", "link_id": link_id, "cause": cause})
 
     def close(self) -> None:
+        """Leave in order: the coordinator is told that this is no death."""
+        if self._lost is None:
+            with contextlib.suppress(Fenced):  # the coordinator closed first
+                self._send({"type": "bye"})
         with self._changed:
             self._lost = self._lost or "closed by this process"
             self._changed.notify_all()

@@ -278,6 +278,9 @@ class CoordinatorServer:
                 self._event(lambda: self.coordinator.link_ready(worker, message["link_id"]))
             case "link_failed":
                 self._event(lambda: self.coordinator.link_failed(message["link_id"], message["cause"]))
+            case "bye":
+                with self._changed:
+                    self._sessions.pop(worker, None)  # it leaves in order; what follows is no death
             case other:
                 raise wire.Closed(f"unknown message type {other!r}")
 

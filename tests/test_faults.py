@@ -97,7 +97,7 @@ def test_with_one_replica_left_and_no_spare_training_goes_on_and_with_none_it_en
 
 
 def test_without_recovery_the_first_death_ends_the_run_resumable(tmp_path):
-    with pytest.raises(NotEnoughReplicas, match="recovery.enabled=false") as error:
+    with pytest.raises(NotEnoughReplicas, match=r"recovery\.enabled=false") as error:
         finish(config(SFT, tmp_path / "run", *SHORT_SFT, "layout.spares=0", "recovery.enabled=false",
                       "faults=[{step: 3, phase: compute, kind: kill, replica: 1}]"))
     assert error.value.exit_code == 3

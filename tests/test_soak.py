@@ -84,7 +84,10 @@ class Sniper:
         holders = sorted(set(view["members"]) - set(view.get("healing") or ()))
         spared = self._random.choice(holders)
         targets = sorted(w for w in pids if w not in dead and (places.get(w) != spared))
-        for worker in self._random.sample(targets, min(len(targets), self.shots - len(self.victims), self._random.randint(1, self.at_once))):
+        shots = min(len(targets), self.shots - len(self.victims), self._random.randint(1, self.at_once))
+        for _ in range(shots):
+            (worker,) = self._random.choices(targets, [4 if w in places else 1 for w in targets])  # a spare's death is dull
+            targets.remove(worker)
             number = self._random.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
             self.victims[worker] = number
             with contextlib.suppress(ProcessLookupError):
@@ -96,6 +99,7 @@ def soak(tmp_path: Path, seed: int, file: str, *overrides: str, at_once: int = 2
     conf = config(file, folder, "recovery.heartbeat_s=0.2", "recovery.silence_s=2.0", "recovery.link_timeout_s=15",
                   "recovery.reform_timeout_s=60", "recovery.step_timeout_s=60", "recovery.heal_timeout_s=60", *overrides)
     failure: list[EverstepError] = []
+    threads = {t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
     start = time.monotonic()
     with Sniper(folder, seed, conf.layout.spares, at_once) as sniper:
         try:
@@ -109,6 +113,9 @@ def soak(tmp_path: Path, seed: int, file: str, *overrides: str, at_once: int = 2
           f"{len(of_kind(events, 'void'))} voided attempts, failure {failure}")
     finished = Finished(folder, events)
     assert sniper.victims, "the run ended before a single shot"
+    time.sleep(1.0)  # the last look of the thread that watches for silence
+    left = {t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)} - threads
+    assert not {t.name for t in left if t.name.startswith(("coordinator", "repair"))}
     assert gone(finished.pids), "a process was left behind"
     if failure:
         raise failure[0]

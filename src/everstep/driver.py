@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from everstep.checkpoint.choose import Chosen, adopt, choose
+from everstep.checkpoint.storage import local_folder
 from everstep.cluster import environment, torchrun
 from everstep.cluster.group import Group
 from everstep.config import load as config_files
@@ -160,8 +161,8 @@ def _enter(config: Config, clean: bool, launcher: str) -> tuple[RunDir, Chosen, 
 
 
 def _prepare(config: Config, clean: bool) -> tuple[RunDir, Chosen]:
+    chosen = choose(local_folder(config.run_dir) / "checkpoints", config.resume)  # first: what is refused leaves no folder
     run_dir = prepare_run_dir(config, clean)
-    chosen = choose(run_dir.checkpoints, config.resume)
     if config.resume != "never":
         adopt(run_dir.checkpoints, chosen)
     config_files.save(config, run_dir.configs / "resolved.yaml")

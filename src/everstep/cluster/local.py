@@ -72,6 +72,7 @@ def join_world(config: Config) -> environment.RankEnvironment:
         torch.cuda.set_device(device)
     else:
         cpu.apply()
+    os.environ.update(config.env)  # a plain torchrun knows nothing of it
     os.environ.update(NCCL_ENVIRONMENT)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=config.recovery.step_timeout_s))

@@ -35,7 +35,6 @@ from everstep.cluster.ray_runtime import (
     Putter,
     devices_per_node,
     first_line,
-    kept_signal_handlers,
     node_ip,
     on_node,
     pid_runs,
@@ -93,8 +92,7 @@ class RayGroup:
         self._group: Any = None
         self._server: CoordinatorServer | None = None
         self.dispatch_bytes, self.dispatch_seconds = 0, 0.0
-        with kept_signal_handlers():
-            self._connected = start_ray(config, self.layout.devices)
+        self._leave_ray = start_ray(config, self.layout.devices)
         try:
             self._start()
         except BaseException:
@@ -190,8 +188,7 @@ class RayGroup:
             return
         self._closed = True
         with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails
-            if self._connected:
-                last_first.callback(ray.shutdown)
+            last_first.callback(self._leave_ray)
             last_first.callback(self._end_processes)
             if self._group:
                 last_first.callback(remove_placement_group, self._group)

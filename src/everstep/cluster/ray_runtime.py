@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
@@ -15,6 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.orphans import TOKEN, Watch
 from everstep.config.schema import Config
 from everstep.errors import (
     BadInput,
@@ -41,23 +43,36 @@ class Putter:
         return self._refs[id(value)][1]
 
 
-def start_ray(config: Config, processes: int) -> bool:
-    """Connect to the configured cluster, or start one for this run. False: this process was connected before. Raises BadInput."""
+def start_ray(config: Config, processes: int) -> Callable[[], None]:
+    """Connect to the configured cluster, or start one for this run; returns what undoes it. BadInput.
+
+    A process that is connected already stays so.
+    """
     if ray.is_initialized():
-        return False
+        return lambda: None
     quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": True}
-    if config.ray.address:
-        try:
-            ray.init(address=config.ray.address, **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise BadInput(f"ray.address={config.ray.address}: no Ray cluster answers there ({error}); start one with `ray start`") from error
-        return True
-    if "RAY_AUTH_MODE" not in os.environ:
-        os.environ["RAY_AUTH_MODE"] = "disabled"  # a cluster of this run alone, on the loopback interface
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(num_cpus=max(processes + 1, os.cpu_count() or 1), include_dashboard=False, object_store_memory=512 << 20,
-             _node_ip_address="127.0.0.1", **quiet)
-    return True
+    address = config.ray.address
+    with kept_signal_handlers(), contextlib.ExitStack() as undo:
+        if address:
+            try:
+                ray.init(address=address, **quiet)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise BadInput(f"ray.address={address}: no Ray cluster answers there ({error}); start one with `ray start`") from error
+        else:
+            if "RAY_AUTH_MODE" not in os.environ:
+                os.environ["RAY_AUTH_MODE"] = "disabled"  # a cluster of this run alone, on this machine
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+            token = secrets.token_hex(16)
+            watch = undo.enter_context(Watch(token))
+            os.environ[TOKEN] = token  # Ray's processes inherit it
+            try:
+                context: Any = ray.init(num_cpus=max(processes + 1, os.cpu_count() or 1), include_dashboard=False,
+                                        object_store_memory=512 << 20, _node_ip_address="127.0.0.1", **quiet)
+            finally:
+                del os.environ[TOKEN]
+            watch.also_of(context.address_info["session_dir"])
+        undo.callback(ray.shutdown)
+        return undo.pop_all().close
 
 
 @contextlib.contextmanager

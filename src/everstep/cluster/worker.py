@@ -317,12 +317,15 @@ class Worker:
             raise
         except EverstepError:
             raise
-        except (RuntimeError, ValueError) as error:  # what torch.distributed raises when a peer closed its connection
+        except Exception as error:
             formation = self._formation
-            if formation and len(formation.workers) > 1 and self._wait_broken():
+            # RuntimeError and ValueError are what torch.distributed raises when a peer closed its connection.
+            if formation and isinstance(error, RuntimeError | ValueError) and len(formation.workers) > 1 and self._wait_broken():
                 self.leave()
                 raise ReplicaBroken(f"replica {formation.replica}: {error} (in {method})") from error
-            raise
+            who = f"rank {formation.replica}/{formation.rank}" if formation else f"spare {self.worker_id}"
+            what = f"step {args[0]}" if method == "train_step" else method
+            raise WorkerFailed(f"{who} failed in {what}: {type(error).__name__}: {error}") from error
 
     def _wait_broken(self) -> bool:
         end = time.monotonic() + BROKEN_NOTICE_S

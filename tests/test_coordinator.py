@@ -306,7 +306,11 @@ def test_under_any_interleaving_the_log_keeps_the_invariants(events, ranks, repl
         match kind:
             case "vote" | "nan":
                 worker = alive[number % len(alive)]
-                records = c.vote(vote(worker, c, finite=kind == "vote"))
+                try:
+                    records = c.vote(vote(worker, c, finite=kind == "vote"))
+                except InvariantViolated as error:  # some said finite and some not, three times: the run ends
+                    assert "totals differ" in str(error) and c.committed == before.committed
+                    break
                 voted.add(worker)
             case "death":
                 everyone = sorted({w for m in (*c.view.members, *c.waiting) for w in m.workers}

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everstep.errors import BadInput, InvariantViolated
+from everstep.errors import BadInput, DeadlineExceeded, InvariantViolated
 from everstep.recovery.commitlog import CommitLog, read
-from everstep.recovery.coordinator import MAX_MISMATCHES, Coordinator, State
+from everstep.recovery.coordinator import MAX_LINK_FAILURES, MAX_MISMATCHES, Coordinator, State
 from everstep.recovery.view import Epoch, Kind, Member, Outcome, Record, Vote, assign
 
 
@@ -222,6 +222,38 @@ def test_a_failed_link_without_a_death_gives_a_new_epoch_and_evicts_nobody():
     assert c.link_failed(old.link_id, "the other rank tells it too") == []
 
 
+def test_a_link_that_keeps_breaking_with_everybody_alive_ends_the_run():
+    c = opened(2)
+    for _ in range(MAX_LINK_FAILURES - 1):
+        assert c.link_failed(c.view.link_id, "flap")
+    with pytest.raises(DeadlineExceeded, match=r"replicas \[0, 1\] broke 10 times"):
+        c.link_failed(c.view.link_id, "flap")
+    c = opened(2)
+    for step in range(2, 2 * MAX_LINK_FAILURES):  # now and then is no reason
+        assert c.link_failed(c.view.link_id, "flap")
+        commit_step(c)
+        c.begin(step, ())
+
+
+def test_below_the_minimum_a_death_commits_nothing_either():
+    """Two of four are left, three are needed: when one of them dies, the other's vote alone must not commit."""
+    c = opened(4, minimum=3)
+    for worker in ("3.0.0", "2.0.0"):
+        c.death(worker, "killed")
+    assert c.state is State.HELD
+    c.vote(vote("0.0.0", c))
+    (record,) = c.death("1.0.0", "killed")
+    assert record.kind is Kind.VIEW and c.committed == 0
+
+
+def test_totals_without_a_number_are_skipped_not_compared():
+    c = opened(2)
+    for _ in range(2):
+        for w in workers(c):
+            records = c.vote(vote(w, c, finite=False, divisor=float("nan"), digest=hash(w)))
+    assert [r.outcome for r in records] == [Outcome.SKIP]
+
+
 def test_steps_begin_in_order():
     c = opened(1)
     with pytest.raises(InvariantViolated, match="step 3"):
@@ -269,12 +301,16 @@ def test_under_any_interleaving_the_log_keeps_the_invariants(events, ranks, repl
         if c.state is State.LOST:
             break
         alive = sorted(c.view.workers)
-        before, voted = c.view, {w for w, v in c.votes.items() if v.epoch == c.view.epoch}
+        before, held, voted = c.view, c.state is State.HELD, {w for w, v in c.votes.items() if v.epoch == c.view.epoch}
         records: list[Record] = []
         match kind:
             case "vote" | "nan":
                 worker = alive[number % len(alive)]
-                records = c.vote(vote(worker, c, finite=kind == "vote"))
+                try:
+                    records = c.vote(vote(worker, c, finite=kind == "vote"))
+                except InvariantViolated as error:  # some said finite and some not, three times: the run ends
+                    assert "totals differ" in str(error) and c.committed == before.committed
+                    break
                 voted.add(worker)
             case "death":
                 everyone = sorted({w for m in (*c.view.members, *c.waiting) for w in m.workers}
@@ -297,14 +333,17 @@ def test_under_any_interleaving_the_log_keeps_the_invariants(events, ranks, repl
             case "expire":
                 records = c.build_expired()
             case "flap":
-                records = c.link_failed(c.view.link_id, "flap")
+                try:
+                    records = c.link_failed(c.view.link_id, "flap")
+                except DeadlineExceeded:
+                    break
         for record in records:
             if record.kind is Kind.BUILD:
                 assert record.view.link_id not in links
                 links[record.view.link_id] = record.view.workers
             elif record.kind is Kind.COMMIT:
                 bound = {w for m in before.members if m in record.view.members for w in m.workers}
-                assert bound <= voted and record.epoch == before.epoch
+                assert not held and bound <= voted and record.epoch == before.epoch
                 assert record.step == before.committed + 1 == record.view.committed
                 if kind == "death":
                     assert record.outcome is Outcome.APPLY

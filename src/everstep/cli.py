@@ -133,6 +133,23 @@ def report(
     print(reward_curve(folder.path / "metrics.jsonl", folder.events, folder.report / "reward_curve.png"))
 
 
+@app.command()
+def verify(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    debug: Debug = False,
+) -> int:
+    """Prove from a run's logs that nothing was lost."""
+    from everstep.errors import InvariantViolated
+    from everstep.run_dir import open_run_dir
+    from everstep.telemetry.history import check, worst
+
+    findings = check(open_run_dir(run).path)
+    for finding in findings:
+        word = {True: "held", False: "BROKEN", None: "nothing to look at"}[finding.held]
+        print(f"{finding.number:>2}  {word:<7} {finding.text}\n            {finding.counterexample or finding.looked_at}")
+    return InvariantViolated.exit_code if worst(findings) else 0
+
+
 def _console() -> Any:
     from rich.console import Console
 

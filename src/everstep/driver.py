@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
 from everstep.checkpoint.choose import Chosen, adopt, choose
+from everstep.checkpoint.storage import local_folder
 from everstep.cluster import environment, torchrun
 from everstep.cluster.group import Group
 from everstep.config import load as config_files
@@ -42,16 +44,25 @@ RECIPES = {"sft": sft.train, "grpo": grpo.train}
 def launch(config: Config | str | os.PathLike[str], overrides: Sequence[str] = (), clean: bool = False) -> Group:
     """Start the processes of ``config`` (or of a file with ``overrides``) and return the group; the caller closes it.
 
+    With ``resume`` the group continues from the checkpoint that was chosen; ``group.recipe_state`` is what was saved with it.
     Raises BadInput before any process is started. With ``launcher=local`` the caller is a rank of torchrun and every rank
     makes the same calls.
     """
+    _quiet_libraries()
     if not isinstance(config, Config):
         config = config_files.load_config(os.fspath(config), overrides)
     check(config)
     check_run_dir(config, clean)
     launcher = environment.detect_launcher(config)
-    run_dir, _, events = _enter(config, clean, launcher)
-    return _start_group(config, launcher, run_dir, events, None)
+    run_dir, chosen, events = _enter(config, clean, launcher)
+    group = _start_group(config, launcher, run_dir, events, None)
+    if chosen.path:
+        try:
+            group.load(chosen.path)
+        except BaseException:
+            group.close()
+            raise
+    return group
 
 
 def run(config: Config, *, program: Sequence[str] = (), clean: bool = False) -> int:
@@ -59,6 +70,7 @@ def run(config: Config, *, program: Sequence[str] = (), clean: bool = False) -> 
 
     ``program``: the command that torchrun shall start on every rank, for ``launcher=local`` outside torchrun.
     """
+    _quiet_libraries()
     launcher = environment.detect_launcher(config)
     inside = environment.inside_torchrun()
     if launcher == "ray" or not inside or os.environ.get("RANK") == "0":
@@ -66,15 +78,12 @@ def run(config: Config, *, program: Sequence[str] = (), clean: bool = False) -> 
         check_run_dir(config, clean)
     if launcher == "local" and not inside:
         check_data(config)
-        return torchrun.launch(config, program)
-    if launcher == "local":  # the ranks share the terminal with the progress display; ray's have log files
-        warnings.filterwarnings("ignore", module=r"torch|megatron|transformers")
-    data = check_data(config)
-    with _interrupts():
-        return _run(config, data, launcher, clean)
+        return torchrun.launch(config, program, lambda text: print(f"everstep: {text}", file=sys.stderr))
+    with _Interrupts() as interrupts:
+        return _run(config, check_data(config), launcher, clean, interrupts)
 
 
-def _run(config: Config, data: PreparedData, launcher: str, clean: bool) -> int:
+def _run(config: Config, data: PreparedData, launcher: str, clean: bool, interrupts: _Interrupts) -> int:
     run_dir, chosen, events = _enter(config, clean, launcher)
     lead = events is not None
     console = Console(config.telemetry.progress, title=config.recipe) if lead else None
@@ -87,8 +96,9 @@ def _run(config: Config, data: PreparedData, launcher: str, clean: bool) -> int:
         group = _start_group(config, launcher, run_dir, events, _follow(console, run_dir, config.layout.replicas) if console else None)
         if lead:
             metrics = Metrics(run_dir.path, config.telemetry.tensorboard, from_step=chosen.step)
-        state = group.load(chosen.path) if chosen.path else {}
-        the_run = Run(config, group, data, console, metrics, events, state)
+        if chosen.path:
+            group.load(chosen.path)
+        the_run = Run(config, group, data, console, metrics, events)
         RECIPES[config.recipe](the_run)
         digest = group.verify()
         status = "done"
@@ -98,6 +108,7 @@ def _run(config: Config, data: PreparedData, launcher: str, clean: bool) -> int:
             _conclude(console, the_run, run_dir, digest)
         return 0
     except KeyboardInterrupt as interrupt:
+        interrupts.ignored = True
         status = "interrupted"
         raise Interrupted(f"interrupted by {interrupt}; the processes were stopped" + _how_to_resume(config, run_dir)) from None
     except EverstepError as error:
@@ -105,6 +116,7 @@ def _run(config: Config, data: PreparedData, launcher: str, clean: bool) -> int:
             events.emit("error", error=type(error).__name__, message=str(error))
         raise
     finally:
+        interrupts.ignored = True
         if console:
             console.stop()
         if group:
@@ -149,8 +161,8 @@ def _enter(config: Config, clean: bool, launcher: str) -> tuple[RunDir, Chosen, 
 
 
 def _prepare(config: Config, clean: bool) -> tuple[RunDir, Chosen]:
+    chosen = choose(local_folder(config.run_dir) / "checkpoints", config.resume)  # first: what is refused leaves no folder
     run_dir = prepare_run_dir(config, clean)
-    chosen = choose(run_dir.checkpoints, config.resume)
     if config.resume != "never":
         adopt(run_dir.checkpoints, chosen)
     config_files.save(config, run_dir.configs / "resolved.yaml")
@@ -227,17 +239,26 @@ def _how_to_resume(config: Config, run_dir: RunDir) -> str:
     return f"; continue after step {newest.step} with resume=auto" if newest.path else "; no checkpoint was complete"
 
 
-class _interrupts:
-    """SIGINT and SIGTERM interrupt the main thread, so that everything is shut down in order."""
+def _quiet_libraries() -> None:
+    """Advice to the developers of torch, Megatron and transformers is not for who trains with them."""
+    warnings.filterwarnings("ignore", module=r"torch|megatron|transformers")
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")  # Megatron reads it
 
-    def __enter__(self) -> None:
+
+class _Interrupts:
+    """SIGINT and SIGTERM interrupt the main thread, so that everything is shut down in order; during that they are ignored."""
+
+    ignored = False
+
+    def __enter__(self) -> _Interrupts:
         self._old = {n: signal.signal(n, self._raise) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
 
-    @staticmethod
-    def _raise(number: int, frame: FrameType | None) -> None:
+    def _raise(self, number: int, frame: FrameType | None) -> None:
         # No Exception: code between here and the driver that handles its own errors must not swallow it.
-        raise KeyboardInterrupt(signal.Signals(number).name)
+        if not self.ignored:
+            raise KeyboardInterrupt(signal.Signals(number).name)

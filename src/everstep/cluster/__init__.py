@@ -1,1 +1,6 @@
 """Where processes live: batches that travel, dispatch, placement, environments, and the two launchers."""
+
+import os
+
+# Read when ray is imported: the raylet's page about a killed worker is no news, the death is reported once, by us.
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")

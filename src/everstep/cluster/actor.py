@@ -8,12 +8,15 @@ import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
+
+if TYPE_CHECKING:
+    from everstep.cluster.worker import Formation, Life
 
 
 @dataclass(frozen=True)
@@ -83,11 +86,14 @@ class RankActor:
     def ready(self) -> ActorInfo:
         return self._info
 
-    def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._worker.run(method, args, kwargs)
+    def form(self, formation: Formation) -> None:
+        self._worker.run("form", (formation,), {})
 
-    def train_step(self, step: int, slots: list[list[ray.ObjectRef]], *args: Any) -> Any:
-        return self._worker.run("train_step", (step, RefSlots(slots), *args), {})
+    def run(self, life: Life, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._worker.run(method, args, kwargs, life)
+
+    def train_step(self, life: Life, step: int, slots: list[list[ray.ObjectRef]], *args: Any) -> Any:
+        return self._worker.run("train_step", (step, RefSlots(slots), *args), {}, life)
 
 
 def _redirect_output(path: Path) -> None:

@@ -44,6 +44,9 @@ class Group(Protocol):
 
     config: Config
     layout: Layout
+    recipe_state: dict[str, Any]  # what a recipe saved with the checkpoint that was loaded; empty before load()
+    dispatch_bytes: int           # sent to the workers for calls and steps so far
+    dispatch_seconds: float       # spent in sending it
 
     @property
     def is_lead(self) -> bool:
@@ -70,7 +73,7 @@ class Group(Protocol):
         """A complete checkpoint of the committed step."""
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Restore every rank from a checkpoint; returns the recipe state that was saved with it."""
+        """Restore every rank from a checkpoint, before the first step; returns the recipe state that was saved with it."""
 
     def verify(self) -> str:
         """Compare the state hashes of all ranks; returns a digest over all positions. Raises InvariantViolated."""

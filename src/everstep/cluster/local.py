@@ -72,6 +72,7 @@ def join_world(config: Config) -> environment.RankEnvironment:
         torch.cuda.set_device(device)
     else:
         cpu.apply()
+    os.environ.update(config.env)  # a plain torchrun knows nothing of it
     os.environ.update(NCCL_ENVIRONMENT)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=config.recovery.step_timeout_s))
@@ -87,6 +88,8 @@ class LocalGroup:
         self.layout = derive.layout(config)
         self._rank = dist.get_rank()
         self._reference = False
+        self.recipe_state: dict[str, Any] = {}
+        self.dispatch_bytes, self.dispatch_seconds = 0, 0.0  # every rank has the whole batch already: nothing is sent
         self._server: CoordinatorServer | None = None
         workers = tuple(f"w{rank}" for rank in range(self.layout.ranks_per_replica))
         member = Member(0, 0, workers)
@@ -203,6 +206,7 @@ class LocalGroup:
         self._control.wait_for(
             lambda records: records[-1] if records[-1].view.committed == saved.step else None, 30.0, "the checkpoint's view"
         )
+        self.recipe_state = saved.recipe_state
         return saved.recipe_state
 
     def verify(self) -> str:

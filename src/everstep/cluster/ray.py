@@ -7,7 +7,6 @@ included, goes over the coordinator's channel; Ray starts processes and moves da
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import signal
 import socket
@@ -21,7 +20,7 @@ import ray
 import torch.distributed as dist
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from everstep.checkpoint import saving
 from everstep.checkpoint.saving import SavedRun
@@ -32,20 +31,30 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.dispatch import get_dispatch, ranks_of
 from everstep.cluster.group import StepResult, cut_slots
 from everstep.cluster.placement import place
+from everstep.cluster.ray_runtime import (
+    Putter,
+    devices_per_node,
+    first_line,
+    node_ip,
+    on_node,
+    pid_runs,
+    signal_pid,
+    start_ray,
+    typed_error,
+    uses_gpus,
+)
 from everstep.cluster.repair import Repair
 from everstep.cluster.results import combine, compare_hashes
-from everstep.cluster.worker import Formation
+from everstep.cluster.worker import Formation, called_off
 from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.engine.loss import LossSpec
 from everstep.errors import (
     BadInput,
     DeadlineExceeded,
-    EverstepError,
     Fenced,
     NotEnoughReplicas,
     ReplicaBroken,
-    WorkerFailed,
 )
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.coordinator import Coordinator, State
@@ -58,6 +67,7 @@ from everstep.telemetry.events import EventLog
 T = TypeVar("T")
 _DEATH_CONFIRM_S = 30.0
 _POLL_S = 0.2
+_CALL_OFF_S = 10.0  # for the living ranks of a formation that lost one, to leave it
 
 
 class RayGroup:
@@ -72,13 +82,16 @@ class RayGroup:
         self._actors: dict[str, Any] = {}
         self._infos: dict[str, ActorInfo] = {}
         self._reference = False
+        self.recipe_state: dict[str, Any] = {}
         self._closed = False
         self._repair: Repair | None = None
+        self._confirmed: set[str] = set()  # workers whose process is known to be gone
+        self._store: dist.Store | None = None
         self._injector: FaultInjector | None = None
         self._group: Any = None
         self._server: CoordinatorServer | None = None
         self.dispatch_bytes, self.dispatch_seconds = 0, 0.0
-        self._own_cluster = _start_ray(config, self.layout.devices)
+        self._leave_ray = start_ray(config, self.layout.devices)
         try:
             self._start()
         except BaseException:
@@ -91,14 +104,15 @@ class RayGroup:
         config, recovery = self.config, self.config.recovery
         host = ray.util.get_node_ip_address() if config.ray.address else "127.0.0.1"
         log = CommitLog(self._run_dir.path / "commits.log")
-        coordinator = Coordinator(log.incarnation, 0, recovery.min_replicas)
+        # Without recovery the first death leaves fewer replicas than the run needs.
+        coordinator = Coordinator(log.incarnation, 0, recovery.min_replicas if recovery.enabled else self.layout.replicas)
         token = secrets.token_hex(16)
         self._server = CoordinatorServer(
             coordinator, log, self._events, token, recovery.silence_s, 2 * recovery.link_timeout_s,
             place=self._place_of, on_phase=self._phase_entered, on_death=self._worker_died, on_record=self._on_record, host=host,
         )
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-        workers = self._create_actors(host, token)
+        workers = self._create_actors(host, self._store.port, token)
         per_replica = self.layout.ranks_per_replica
         members = [
             Member(replica, 0, tuple(workers[replica * per_replica : (replica + 1) * per_replica]))
@@ -106,6 +120,8 @@ class RayGroup:
         ]
         spares = workers[self.layout.world_size :]
         self._repair = Repair(self, {m.replica: m for m in members}, spares, lambda: self._reference)
+        for worker in list(self._server.dead):  # it died before there was a repair to be told
+            self._repair.worker_died(worker)
         self._injector = FaultInjector(config.faults, self._place_of, self._send_signal, self._events)
         self._events.emit("spare_ready", spares=len(spares))
         failed = self.form([
@@ -116,15 +132,15 @@ class RayGroup:
             raise NotEnoughReplicas("; ".join(f"worker {w} could not start: {cause}" for w, cause in sorted(failed.items())))
         self._server.open(members)
 
-    def _create_actors(self, host: str, token: str) -> list[str]:
+    def _create_actors(self, host: str, port: int, token: str) -> list[str]:
         """Actors of all ranks and spares on the nodes that the placement chose, imports done. Raises BadInput, DeadlineExceeded."""
         config = self.config
-        on_gpu = _uses_gpus(config)
-        nodes = _devices_per_node(on_gpu)
+        on_gpu = uses_gpus(config)
+        nodes = devices_per_node(on_gpu)
         plan = place(self.layout.ranks_per_replica, self.layout.replicas, self.layout.spares, nodes, self.layout.tp)
         chosen = [*(node for replica in plan.replica_nodes for node in replica), *plan.spare_nodes]
         device = {"GPU": 1.0} if on_gpu else {}
-        bundles = [{"CPU": 1.0, **device, f"node:{_node_ip(node)}": 0.001} for node in chosen]
+        bundles = [{"CPU": 1.0, **device, f"node:{node_ip(node)}": 0.001} for node in chosen]
         self._group = placement_group(bundles, strategy="PACK")
         deadline = time.monotonic() + config.ray.start_timeout_s
         try:
@@ -138,7 +154,6 @@ class RayGroup:
         numbers = {worker: i for i, worker in enumerate(workers)}
         remote = ray.remote(RankActor)
         env = environment.worker_environment(config)
-        port = self._store.port
         for index, worker in enumerate(workers):
             spec = ActorSpec(
                 worker, config, self._coordinator_address, token, (host, port), str(self._run_dir.events),
@@ -159,7 +174,7 @@ class RayGroup:
                     f"see {self._run_dir.rank_log(numbers[worker])}"
                 ) from None
             except RayError as error:
-                raise _typed(error, worker, "its start") from error
+                raise typed_error(error, worker, "its start") from error
         return workers
 
     @property
@@ -171,18 +186,27 @@ class RayGroup:
         if self._closed:
             return
         self._closed = True
-        if self._server:
-            self._server.close()
-        if self._repair:
-            self._repair.close()
-        for actor in self._actors.values():
-            ray.kill(actor, no_restart=True)
-        if self._group:
-            remove_placement_group(self._group)
-        for worker in self._infos:
+        with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails
+            last_first.callback(self._leave_ray)
+            last_first.callback(self._end_processes)
+            if self._group:
+                last_first.callback(remove_placement_group, self._group)
+            for actor in self._actors.values():
+                last_first.callback(ray.kill, actor, no_restart=True)
+            if self._repair:
+                last_first.callback(self._repair.close)
+            if self._server:
+                last_first.callback(self._server.close)
+            self._store = None
+
+    def _end_processes(self) -> None:
+        """A frozen process does not hear Ray's request to end."""
+        living = [worker for worker in self._infos if worker not in self._confirmed]
+        for worker in living:
+            if self._infos[worker].host == socket.gethostname():
+                signal_pid(self._infos[worker].pid, signal.SIGKILL)
+        for worker in living:
             self._wait_gone(worker, 10.0)
-        if self._own_cluster:
-            ray.shutdown()
 
     # -- verbs ---------------------------------------------------------------------------------------------------------------
 
@@ -203,17 +227,19 @@ class RayGroup:
             ranks = ranks_of(self.layout, view.contributors)
             how = get_dispatch(dispatch)
             how.validate(ranks, args, kwargs)
-            put = _Putter()
+            put = Putter()
             pending: dict[Any, int] = {}
+            called: list[tuple[str, Member]] = []
             for index, (rank, (a, kw)) in enumerate(zip(ranks, how.dispatch(ranks, args, kwargs), strict=True)):
                 member = view.member(rank.replica)
                 assert member is not None
                 actor = self._actors[member.workers[rank.rank]]
-                ref = actor.run.remote(method, *[put(x) for x in a], **{k: put(x) for k, x in kw.items()})
+                life = (member.replica, member.build)
+                ref = actor.run.remote(life, method, *[put(x) for x in a], **{k: put(x) for k, x in kw.items()})
                 pending[ref] = index
+                called.append((member.workers[rank.rank], member))
             sent += put.nbytes
-            workers = [view.member(r.replica).workers[r.rank] for r in ranks]  # type: ignore[union-attr]
-            results = self._gather(pending, workers, method)
+            results = self._gather(pending, called, method)
             if results is not None:
                 seconds = time.monotonic() - start
                 self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + sent, self.dispatch_seconds + put.seconds
@@ -222,9 +248,13 @@ class RayGroup:
                     self._reference = True
                 return how.collect(ranks, results)
 
-    def _gather(self, pending: dict[Any, int], workers: list[str], method: str) -> list[Any] | None:
-        """Results in the order of the ranks; None if a death voided the call (it is made again on those that are left)."""
-        results: list[Any] = [None] * len(workers)
+    def _gather(self, refs: dict[Any, int], called: list[tuple[str, Member]], method: str) -> list[Any] | None:
+        """Results in the order of the ranks; None if a death voided the call (it is made again on those that are left).
+
+        ``called``: each worker, and the life of its replica that it was called in.
+        """
+        pending = dict(refs)
+        results: list[Any] = [None] * len(called)
         while pending:
             done, _ = ray.wait(list(pending), num_returns=1, timeout=_POLL_S)
             for ref in done:
@@ -232,49 +262,55 @@ class RayGroup:
                 try:
                     results[index] = ray.get(ref)
                 except RayError as error:
-                    if not self._is_death(workers[index], error):
-                        raise _typed(error, workers[index], method) from error
+                    worker, member = called[index]
+                    if not self._is_death(worker, member, error):
+                        raise typed_error(error, worker, method) from error
                     return None
-            alive = self.server.coordinator.view.workers
-            if any(w not in alive for w in workers):
+            view = self.server.coordinator.view
+            if any(view.member(member.replica) != member for _, member in called):
                 return None
         return results
 
     def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
         step = self.committed_step + 1
         slots = cut_slots(batch, self.config.train.micro_batch_size, self.layout.dp)
-        put = _Putter()
+        put = Putter()
         refs = [[put(micro) for micro in slot] for slot in slots]
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + put.nbytes, self.dispatch_seconds + put.seconds
         self.server.begin(step, tuple(batch.sample_ids))
         coordinator = self.server.coordinator
-        pending: dict[Any, str] = {}
-        called: set[str] = set()
-        reports: dict[str, Any] = {}
+        pending: dict[Any, tuple[str, Member]] = {}
+        called: set[Member] = set()  # a replica that comes back within the step is called in its new life
+        reports: dict[tuple[str, Member], Any] = {}
         while True:
             self._check_alive()
             view = coordinator.view
             if coordinator.committed < step:
-                for worker in sorted(view.workers - called):
-                    called.add(worker)
-                    pending[self._actors[worker].train_step.remote(step, refs, loss, lr, temperature)] = worker
-            elif not any(worker in view.workers for worker in pending.values()):
+                for member in view.members:
+                    if member not in called:
+                        called.add(member)
+                        life = (member.replica, member.build)
+                        for worker in member.workers:
+                            ref = self._actors[worker].train_step.remote(life, step, refs, loss, lr, temperature)
+                            pending[ref] = worker, member
+            elif not any(view.member(member.replica) == member for _, member in pending.values()):
                 break
             done, _ = ray.wait(list(pending), num_returns=1, timeout=_POLL_S) if pending else ([], [])
             if not pending:
                 time.sleep(0.01)  # the coordinator holds the step until a replica joins
             for ref in done:
-                worker = pending.pop(ref)
+                worker, member = pending.pop(ref)
                 try:
-                    reports[worker] = ray.get(ref)
+                    reports[worker, member] = ray.get(ref)
                 except RayError as error:
-                    if not self._is_death(worker, error):
-                        raise _typed(error, worker, f"step {step}") from error
-        finished = {w: r for w, r in reports.items() if w in coordinator.view.workers}
+                    if not self._is_death(worker, member, error):
+                        raise typed_error(error, worker, f"step {step}") from error
+        view = coordinator.view
+        finished = {w: r for (w, member), r in reports.items() if view.member(member.replica) == member}
         if not finished:
             raise NotEnoughReplicas(f"step {step} was committed but no rank that applied it is left; resume from the last checkpoint")
         first_ranks = {self._place_of(w)[0]: r for w, r in finished.items() if self._place_of(w)[1] == 0}
-        return combine(step, list(finished.values()), list(first_ranks.values()), loss, lr, len(slots), coordinator.view)
+        return combine(step, list(finished.values()), list(first_ranks.values()), loss, lr, len(slots), view)
 
     def once(self, function: Callable[..., T], *args: Any) -> T:
         return function(*args)
@@ -287,10 +323,18 @@ class RayGroup:
                 view = self.server.coordinator.view
                 member = view.member(view.contributors[0])
                 assert member is not None
-                refs = {self._actors[w].run.remote("save_shard", folder): i for i, w in enumerate(member.workers)}
-                shards = self._gather(refs, list(member.workers), "save_shard")
+                life = (member.replica, member.build)
+                refs = {self._actors[w].run.remote(life, "save_shard", folder): i for i, w in enumerate(member.workers)}
+                shards = self._gather(refs, [(w, member) for w in member.workers], "save_shard")
                 if shards is not None:
                     return shards
+                # Its living ranks may still write: two writers of one file would spoil it.
+                _, writing = ray.wait(list(refs), num_returns=len(refs), timeout=_DEATH_CONFIRM_S)
+                if writing:
+                    raise DeadlineExceeded(
+                        f"saving step {self.committed_step}: ranks of replica {member.replica}, which broke meanwhile, still write "
+                        f"into {folder} after {_DEATH_CONFIRM_S:g} s; the previous checkpoint is complete"
+                    )
 
         state = SavedRun(self.committed_step, self._reference, recipe_state)
         return saving.save(self._run_dir.checkpoints, state, self.layout, self.config.checkpoint.keep_last, write, self._events)
@@ -301,6 +345,7 @@ class RayGroup:
         self.call("pass_through", "load_shard", path, saved.step, saved.reference)
         self._reference = saved.reference
         self.server.restart_at(saved.step)
+        self.recipe_state = saved.recipe_state
         return saved.recipe_state
 
     def verify(self) -> str:
@@ -343,6 +388,8 @@ class RayGroup:
             )
         if self._repair and self._repair.failure:
             raise self._repair.failure
+        if coordinator.state is State.HELD and not self.config.recovery.enabled:
+            raise NotEnoughReplicas(f"recovery.enabled=false, and a rank died ({causes}); resume from the last checkpoint")
         if coordinator.state is State.HELD and not self._repair_hopeful():
             raise NotEnoughReplicas(
                 f"{len(coordinator.view.members)} replicas live, recovery.min_replicas={self.config.recovery.min_replicas} and no "
@@ -351,18 +398,22 @@ class RayGroup:
 
     def _repair_hopeful(self) -> bool:
         coordinator = self.server.coordinator
-        return bool(self._repair and self._repair.hopeful) or bool(coordinator.joining or coordinator.waiting)
+        repairing = self._repair and self._repair.hopeful(list(self.server.dead))
+        return bool(repairing or coordinator.joining or coordinator.waiting)
 
-    def _is_death(self, worker: str, error: RayError) -> bool:
-        """Whether this error tells of a death (the worker's own, or one in its replica) rather than of a failed call."""
+    def _is_death(self, worker: str, member: Member, error: RayError) -> bool:
+        """Whether this error tells of a death (the worker's own, or one in its replica) rather than of a failed call.
+
+        ``member``: the life of its replica in which the worker was called.
+        """
+        over: Callable[[Coordinator], bool] = lambda c: c.view.member(member.replica) != member
         if isinstance(error, RayActorError):
-            self.server.expel(worker, f"its process ended ({_first_line(error)})")
+            self.server.expel(worker, f"its process ended ({first_line(error)})")
             return True
         cause = error.cause if isinstance(error, RayTaskError) else None
         if isinstance(cause, ReplicaBroken):
-            gone = self.server.wait(lambda c: worker not in c.view.workers, _DEATH_CONFIRM_S)
-            return gone
-        return isinstance(cause, Fenced) and worker not in self.server.coordinator.view.workers
+            return self.server.wait(over, _DEATH_CONFIRM_S)
+        return isinstance(cause, Fenced) and over(self.server.coordinator)
 
     def _worker_died(self, worker: str, cause: str) -> None:
         if self._repair and not self._closed:
@@ -386,12 +437,15 @@ class RayGroup:
         if worker in self._infos:
             self._send_signal(worker, signal.SIGKILL)
             self._wait_gone(worker, _DEATH_CONFIRM_S)
+        self._confirmed.add(worker)
         replica, rank = self._place_of(worker)
         self._events.emit("expel", replica=replica, rank=rank, worker=worker, cause=self.server.dead.get(worker, "repair"))
 
     def form(self, formations: list[tuple[str, Formation]]) -> dict[str, str]:
-        refs = {self._actors[worker].run.remote("form", formation): worker for worker, formation in formations}
+        refs = {self._actors[worker].form.remote(formation): worker for worker, formation in formations}
+        lives = {formation.life for _, formation in formations}
         failed: dict[str, str] = {}
+        broken: dict[str, str] = {}  # alive, but without all others
         end = time.monotonic() + self.config.recovery.reform_timeout_s
         while refs:
             done, _ = ray.wait(list(refs), num_returns=1, timeout=_POLL_S)
@@ -400,18 +454,27 @@ class RayGroup:
                 try:
                     ray.get(ref)
                 except RayActorError as error:
-                    failed[worker] = _first_line(error)
+                    failed[worker] = first_line(error)
                 except RayTaskError as error:
-                    typed = _typed(error, worker, "form")
+                    typed = typed_error(error, worker, "form")
                     if isinstance(typed, BadInput):
                         raise typed from error
-                    failed[worker] = str(typed)
-            if refs and (failed or time.monotonic() > end):
+                    (broken if isinstance(typed, ReplicaBroken) else failed)[worker] = str(typed)
+            for ref in [r for r, worker in refs.items() if worker in self.server.dead]:
+                worker = refs.pop(ref)
+                failed[worker] = self.server.dead[worker]
+            if self._closed:
+                raise Fenced("the group was closed while a replica was being formed")
+            if failed and lives:
+                assert self._store is not None
+                for life in lives:
+                    self._store.set(called_off(life), "1")
+                lives = set()
+                end = min(end, time.monotonic() + _CALL_OFF_S)
+            if refs and time.monotonic() > end:
                 reason = f"not formed in {self.config.recovery.reform_timeout_s:g} s (recovery.reform_timeout_s)"
-                if time.monotonic() > end:
-                    return failed | {worker: reason for worker in refs.values()}
-                end = min(end, time.monotonic() + 10.0)  # with one rank gone the others cannot finish; let them report
-        return failed
+                return failed | {worker: reason for worker in refs.values()}
+        return failed or broken
 
     def expel(self, worker: str, cause: str) -> None:
         self.server.expel(worker, cause)
@@ -425,104 +488,16 @@ class RayGroup:
     def _send_signal(self, worker: str, number: int) -> None:
         info = self._infos[worker]
         if info.host == socket.gethostname():
-            _signal_pid(info.pid, number)
+            signal_pid(info.pid, number)
         else:
-            ray.get(_on_node(info.node_id).remote(info.pid, number), timeout=_DEATH_CONFIRM_S)
+            ray.get(on_node(info.node_id).remote(info.pid, number), timeout=_DEATH_CONFIRM_S)
 
     def _wait_gone(self, worker: str, timeout_s: float) -> None:
         info = self._infos[worker]
         if info.host != socket.gethostname():
             return  # the SIGKILL above was delivered by a task on its node
         end = time.monotonic() + timeout_s
-        while _pid_runs(info.pid):
+        while pid_runs(info.pid):
             if time.monotonic() > end:
                 raise DeadlineExceeded(f"worker {worker} (process {info.pid} on {info.host}) did not die within {timeout_s:g} s")
             time.sleep(0.002)
-
-
-class _Putter:
-    """Puts each batch into the object store once, however many ranks get it."""
-
-    def __init__(self) -> None:
-        self.nbytes, self.seconds = 0, 0.0
-        self._refs: dict[int, tuple[Any, Any]] = {}
-
-    def __call__(self, value: Any) -> Any:
-        if not isinstance(value, TrainingBatch):
-            return value
-        if id(value) not in self._refs:
-            start = time.monotonic()
-            self._refs[id(value)] = (value, ray.put(value))
-            self.seconds += time.monotonic() - start
-            self.nbytes += value.nbytes
-        return self._refs[id(value)][1]
-
-
-def _start_ray(config: Config, processes: int) -> bool:
-    """Connect to the configured cluster, or start one for this run (True). Raises BadInput."""
-    if ray.is_initialized():
-        return False
-    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": True}
-    if config.ray.address:
-        try:
-            ray.init(address=config.ray.address, **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise BadInput(f"ray.address={config.ray.address}: no Ray cluster answers there ({error}); start one with `ray start`") from error
-        return False
-    if "RAY_AUTH_MODE" not in os.environ:
-        os.environ["RAY_AUTH_MODE"] = "disabled"  # a cluster of this run alone, on the loopback interface
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(num_cpus=max(processes + 1, os.cpu_count() or 1), include_dashboard=False, object_store_memory=512 << 20,
-             _node_ip_address="127.0.0.1", **quiet)
-    return True
-
-
-def _uses_gpus(config: Config) -> bool:
-    if config.device == "cpu":
-        return False
-    gpus = int(ray.cluster_resources().get("GPU", 0))
-    if config.device == "cuda" and not gpus:
-        raise BadInput("device=cuda, but the Ray cluster has no GPU; use device=cpu or auto")
-    return gpus > 0
-
-
-def _devices_per_node(on_gpu: bool) -> dict[str, int]:
-    kind = "GPU" if on_gpu else "CPU"
-    return {n["NodeID"]: int(n["Resources"].get(kind, 0)) for n in ray.nodes() if n["Alive"]}
-
-
-def _node_ip(node_id: str) -> str:
-    return next(str(n["NodeManagerAddress"]) for n in ray.nodes() if n["NodeID"] == node_id)
-
-
-def _on_node(node_id: str) -> Any:
-    return ray.remote(num_cpus=0)(_signal_pid).options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-
-
-def _signal_pid(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it is gone already, which is what a kill wants
-        os.kill(pid, number)
-
-
-def _pid_runs(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def _typed(error: RayError, worker: str, what: str) -> EverstepError:
-    """A Ray error as one of ours. What the worker raised typed stays as it is."""
-    cause = error.cause if isinstance(error, RayTaskError) else None
-    if isinstance(cause, EverstepError):
-        return cause
-    if cause is not None:
-        return WorkerFailed(f"worker {worker} failed in {what}: {type(cause).__name__}: {_first_line(cause)}")
-    return WorkerFailed(f"worker {worker} failed in {what}: {_first_line(error)}")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

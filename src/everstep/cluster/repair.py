@@ -6,13 +6,14 @@ anew, announce it to the coordinator as a joiner. Survivors wait for none of thi
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from everstep.cluster.worker import Formation
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, WorkerFailed
 from everstep.recovery.view import Member
 
 
@@ -23,7 +24,8 @@ class Processes(Protocol):
         """Kill the worker's process and return once it is gone. Raises DeadlineExceeded."""
 
     def form(self, formations: list[tuple[str, Formation]]) -> dict[str, str]:
-        """Let workers take their places; returns worker -> cause for those that failed."""
+        """Let workers take their places; returns worker -> cause for those that failed. If any did, the others are called
+        off: they live and can form again."""
 
     def expel(self, worker: str, cause: str) -> None: ...
 
@@ -40,13 +42,13 @@ class Repair:
         self._broken: list[int] = []        # replicas out of the view, waiting for spares
         self._released: set[int] = set()    # broken ones whose living ranks became spares: every place is vacant
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._busy = False
+        self._handled: set[str] = set()     # deaths that are done with: repaired, or no spare was left
+        self._closed = False
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._loop, name="repair", daemon=True)
         self._thread.start()
 
     def worker_died(self, worker: str) -> None:
-        self._busy = True
         self._queue.put(worker)
 
     def place(self, worker: str) -> tuple[int, int]:
@@ -56,33 +58,46 @@ class Repair:
                 return member.replica, member.workers.index(worker)
         return -1, -1
 
-    @property
-    def hopeful(self) -> bool:
-        """Whether a broken replica is being formed, or will be."""
-        return self._busy
+    def hopeful(self, dead: Collection[str]) -> bool:
+        """Whether one of these deaths is still being repaired, or will be."""
+        return not self._handled.issuperset(dead)
 
     def close(self) -> None:
+        self._closed = True
         self._queue.put(None)
         self._thread.join(5.0)
 
     def _loop(self) -> None:
-        while (worker := self._queue.get()) is not None:
+        while (worker := self._queue.get()) is not None and not self._closed:
+            dead = {worker} | self._more()
             try:
-                self._handle(worker)
+                self._handle(dead)
             except EverstepError as error:
-                self.failure = error  # told to the recipe at its next call; survivors train on until then
+                self.failure = self.failure or error  # told to the recipe at its next call; survivors train on until then
+            except Exception as error:  # the end of a thread: no death would be repaired any more
+                self.failure = self.failure or WorkerFailed(
+                    f"repair after the death of {', '.join(sorted(dead))} failed: {type(error).__name__}: {error}"
+                )
             finally:
-                self._busy = not self._queue.empty()
+                self._handled |= dead
 
-    def _handle(self, worker: str) -> None:
-        self._processes.confirm_dead(worker)
-        self._dead.add(worker)
-        if worker in self.spares:
-            self.spares.remove(worker)
-            return
-        replica, _ = self.place(worker)
-        if replica >= 0 and replica not in self._broken:
-            self._broken.append(replica)
+    def _more(self) -> set[str]:
+        """Deaths that are known by now: of the ranks of a lost node, for one, all are replaced in one go."""
+        more: set[str] = set()
+        with contextlib.suppress(queue.Empty):
+            while (worker := self._queue.get_nowait()) is not None:
+                more.add(worker)
+        return more
+
+    def _handle(self, dead: set[str]) -> None:
+        for worker in sorted(dead - self._dead):
+            self._processes.confirm_dead(worker)
+            self._dead.add(worker)
+            replica, _ = self.place(worker)
+            if worker in self.spares:
+                self.spares.remove(worker)
+            elif replica >= 0 and replica not in self._broken:
+                self._broken.append(replica)
         for broken in list(self._broken):
             if self._rebuild(broken):
                 self._broken.remove(broken)
@@ -110,10 +125,12 @@ class Repair:
             if not failed:
                 self._processes.announce(member)
                 return True
+            if self._closed:
+                return False
             for worker, cause in failed.items():
-                self._dead.add(worker)
                 self._processes.expel(worker, cause)
                 self._processes.confirm_dead(worker)
+                self._dead.add(worker)
 
     def _release(self, member: Member) -> None:
         """Too few spares: what lives of the replica is itself a pool of spares for others."""

@@ -31,15 +31,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import psutil
-
 from everstep.cluster.environment import inside_torchrun, worker_environment
+from everstep.cluster.orphans import TOKEN, kill_all
 from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.errors import BadInput, ConfigError, EverstepError, Interrupted
 
 _EXIT_DIR = "EVERSTEP_EXIT_DIR"  # where workers leave their exit codes
-_TOKEN = "EVERSTEP_LAUNCH"  # marks every process of one launch
 _HOST = "127.0.0.1"
 _POLL_S = 0.05
 _GRACE_S = 40.0  # torchrun gives its workers 30 s to end after a signal
@@ -76,7 +74,7 @@ def launch(config: Config, program: Sequence[str], say: Callable[[str], None] | 
     arguments = [*rendezvous, f"--nproc_per_node={ranks}", "--max_restarts=0", *program]
     token = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="everstep-exit-") as exits:
-        own = {"EVERSTEP_REPLICA": "0", "EVERSTEP_EPOCH": "0", _EXIT_DIR: exits, _TOKEN: token}
+        own = {"EVERSTEP_REPLICA": "0", "EVERSTEP_EPOCH": "0", _EXIT_DIR: exits, TOKEN: token}
         agent = subprocess.Popen(
             [sys.executable, "-m", "everstep.cluster.torchrun", *arguments],
             env=os.environ | worker_environment(config) | own,
@@ -122,30 +120,6 @@ def report_exit(error: EverstepError | None) -> bool:
     temporary.write_text(json.dumps({"code": code, "message": str(error) if error else "", "wall_time": time.time()}))
     os.replace(temporary, path)
     return True
-
-
-def kill_all(token: str) -> list[int]:
-    """SIGKILL every process of the launch with this token, orphans included; returns their ids once they
-    are gone.
-    """
-    found: dict[int, psutil.Process] = {}
-    while True:
-        alive = [p for p in psutil.process_iter() if p.pid not in found and _carries(p, token)]
-        if not alive:
-            break
-        for process in alive:
-            found[process.pid] = process
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-    psutil.wait_procs(list(found.values()), timeout=10)
-    return sorted(found)
-
-
-def _carries(process: psutil.Process, token: str) -> bool:
-    try:
-        return process.environ().get(_TOKEN) == token and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
-        return False  # gone, or somebody else's
 
 
 @contextlib.contextmanager

@@ -24,9 +24,10 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.engine import cpu, source
+from everstep.engine.groups import close_groups
 from everstep.engine.loss import LossFn, LossSpec
 from everstep.engine.step import Engine
-from everstep.errors import EverstepError, ReplicaBroken, WorkerFailed
+from everstep.errors import DeadlineExceeded, EverstepError, ReplicaBroken, WorkerFailed
 from everstep.layout import Position
 from everstep.recovery.control import Control
 from everstep.recovery.link import Link, Links
@@ -35,6 +36,8 @@ from everstep.recovery.transaction import Contribution, StepReport, Total, Trans
 from everstep.recovery.view import Kind, Record
 from everstep.rl.rollout.transformers import Sampling, TransformersRollout
 from everstep.telemetry.events import EventLog
+
+Life = tuple[int, int]  # (replica, build): one formation of a replica, and what every call says it is meant for
 
 BROKEN_NOTICE_S = 5.0  # how long a failed collective waits for the coordinator to say that a rank is gone
 
@@ -57,6 +60,10 @@ class Formation:
     @property
     def world_name(self) -> str:
         return f"replica/{self.replica}/{self.build}"
+
+    @property
+    def life(self) -> Life:
+        return self.replica, self.build
 
 
 class Slots(Protocol):
@@ -163,9 +170,38 @@ class Worker:
         return self.layout.position(self.formation.rank)
 
     def form(self, formation: Formation) -> None:
-        """Take a place: join the replica's world, build the engine. A rank that lived on brings its state along."""
+        """Take a place: join the replica's world, build the engine. A rank that lived on brings its state along.
+
+        Raises ReplicaBroken if another rank of the replica is gone meanwhile; this one keeps what it had and can form again.
+        """
         self.leave()
-        kept, self._kept = self._kept, None
+        self._meet(formation)
+        try:
+            self._enter(formation)
+        except BaseException:
+            self._formation = None
+            close_groups()
+            raise
+
+    def _meet(self, formation: Formation) -> None:
+        """Wait until all ranks of the replica are here. Nothing can interrupt torch.distributed once it waits for one that is
+        dead; here the launcher can call the formation off."""
+        name, store = formation.world_name, self.store
+        store.set(f"{name}/here/{formation.rank}", "1")
+        everybody = [f"{name}/here/{rank}" for rank in range(len(formation.workers))]
+        end = time.monotonic() + self.config.recovery.reform_timeout_s
+        while not store.check(everybody):
+            if store.check([called_off(formation.life)]):
+                raise ReplicaBroken(f"replica {formation.replica}: a rank is gone, before all met")
+            if time.monotonic() > end:
+                raise DeadlineExceeded(
+                    f"replica {formation.replica}: its ranks did not meet in {self.config.recovery.reform_timeout_s:g} s "
+                    "(recovery.reform_timeout_s)"
+                )
+            time.sleep(0.005)
+
+    def _enter(self, formation: Formation) -> None:
+        kept = self._kept
         self._formation = formation
         self._entered.clear()
         self._rollout_version = None
@@ -178,7 +214,7 @@ class Worker:
         if not dist.is_initialized():  # torchrun's world is made by the launcher
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
-                store=dist.PrefixStore(formation.world_name, self.store), rank=formation.rank, world_size=size, timeout=timeout,
+                store=dist.PrefixStore(formation.world_name, self._open_store()), rank=formation.rank, world_size=size, timeout=timeout,
             )
         engine = Engine(self.config, self._source.hf_config, self.position, self.layout, self.device)
         version: int | None = None
@@ -196,14 +232,15 @@ class Worker:
             for name, tensor in engine.state().items():
                 tensor.copy_(kept.tensors[name])
             self._state.version = kept.version
-        store, replica, rank = self.store, formation.replica, formation.rank
+        self._kept = None
+        replica, rank = formation.replica, formation.rank
         build: Callable[[str, Any], Link] = lambda name, replicas: Link(
-            name, replicas, replica, rank, store, self.device, self.config.recovery.link_timeout_s
+            name, replicas, replica, rank, self._open_store(), self.device, self.config.recovery.link_timeout_s
         )
         self._links = Links(build, self.config.recovery.link_timeout_s)
         world = ReplicaWorld(str(replica), size, self.config.recovery.step_timeout_s, self._is_broken)
         self._transaction = Transaction(
-            self.config.recovery, replica, rank, self.worker_id, self.control, self._links, world, store, self._state, self.events
+            self.config.recovery, replica, rank, self.worker_id, self.control, self._links, world, self.store, self._state, self.events
         )
         self.events.emit("form", epoch=self.control.epoch.key, replica=replica, rank=rank, build=formation.build, world_size=size)
         how = formation.start if formation.start == "peer" else self.config.model.init
@@ -213,7 +250,7 @@ class Worker:
         """Drop all groups, now: closed sockets are how ranks that still wait for this one learn that it left. A clean state
         is kept for the next formation."""
         state, links, formation = self._state, self._links, self._formation
-        self._state = self._transaction = self._links = None
+        self._state = self._transaction = self._links = self._formation = None
         if links:
             links.drop_all()
         if state is None or formation is None:
@@ -225,10 +262,15 @@ class Worker:
 
     @property
     def store(self) -> dist.Store:
+        """For questions that are answered at once."""
         if self._store is None:
-            host, port = self._store_address
-            self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.config.recovery.link_timeout_s))
+            self._store = self._open_store()
         return self._store
+
+    def _open_store(self) -> dist.Store:
+        """A connection of its own for whoever waits in the store: the client serves one call at a time."""
+        host, port = self._store_address
+        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.config.recovery.link_timeout_s))
 
     # -- the coordinator's log (on the control thread) -----------------------------------------------------------------------
 
@@ -244,20 +286,27 @@ class Worker:
                 links.build_in_background(
                     name, record.view.replicas, lambda: self.control.build_after(number), lambda: self.control.link_ready(name)
                 )
-        elif member:
+        elif member and (member.replica, member.build) == formation.life:
             self._entered.set()
         elif self._entered.is_set() and self.device.type == "cuda" and self._state:
             # A NCCL collective whose peer died spins for ever (gloo's raises). Not on this thread: it must go on listening.
             threading.Thread(target=self._state.engine.abort, name="abort", daemon=True).start()
 
     def _is_broken(self) -> bool:
-        return self._entered.is_set() and not self.control.includes(self.worker_id)
+        formation = self._formation
+        return formation is not None and self._entered.is_set() and not self.control.includes(self.worker_id, formation.build)
 
     # -- calls ---------------------------------------------------------------------------------------------------------------
 
-    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a public method; tells a broken replica (another rank is gone) from a failure of the method itself."""
+    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], life: Life | None = None) -> Any:
+        """Call a public method; tells a broken replica (another rank is gone) from a failure of the method itself.
+
+        ``life``: which formation of which replica the call is for. One that was queued for a former life is refused: no other
+        rank makes it now.
+        """
         cpu.enter_thread()
+        if life is not None and (self._formation is None or self._formation.life != life):
+            raise ReplicaBroken(f"replica {life[0]}: {method} was called in its life {life[1]}, which is over")
         function = getattr(self, method, None)
         if method.startswith("_") or not callable(function):
             raise WorkerFailed(f"worker has no public method {method!r}")
@@ -268,11 +317,15 @@ class Worker:
             raise
         except EverstepError:
             raise
-        except (RuntimeError, ValueError) as error:  # what torch.distributed raises when a peer closed its connection
-            if self._formation and len(self._formation.workers) > 1 and self._wait_broken():
+        except Exception as error:
+            formation = self._formation
+            # RuntimeError and ValueError are what torch.distributed raises when a peer closed its connection.
+            if formation and isinstance(error, RuntimeError | ValueError) and len(formation.workers) > 1 and self._wait_broken():
                 self.leave()
-                raise ReplicaBroken(f"replica {self._formation.replica}: {error} (in {method})") from error
-            raise
+                raise ReplicaBroken(f"replica {formation.replica}: {error} (in {method})") from error
+            who = f"rank {formation.replica}/{formation.rank}" if formation else f"spare {self.worker_id}"
+            what = f"step {args[0]}" if method == "train_step" else method
+            raise WorkerFailed(f"{who} failed in {what}: {type(error).__name__}: {error}") from error
 
     def _wait_broken(self) -> bool:
         end = time.monotonic() + BROKEN_NOTICE_S
@@ -362,6 +415,11 @@ class Worker:
             for _ in weights:
                 pass  # a collective: every rank of the replica takes part
         self._rollout_version = version
+
+
+def called_off(life: Life) -> str:
+    """The store's key that says that this formation will never be complete."""
+    return f"replica/{life[0]}/{life[1]}/off"
 
 
 def _seed(seed: int, step: int, slot: int, dp: int) -> int:

@@ -278,7 +278,7 @@ class CheckpointConfig(Section):
 class RecoveryConfig(Section):
     enabled: bool = Field(
         True,
-        description="false: the same loop without links; the death of a rank ends the run.",
+        description="false: the first death of a rank ends the run, resumable; nothing is repaired.",
     )
     mode: Literal["retry"] = Field("retry", description="After a death survivors void the step and recompute all of it together.")
     min_replicas: int = Field(

@@ -8,6 +8,7 @@ generated, and its own log-probabilities are the old ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
 from everstep.data import SampleStream, pass_order
 from everstep.engine.loss import LossSpec
+from everstep.errors import BadInput
 from everstep.recipes import sft
 from everstep.recipes.run import Run, Stopwatch, step_metrics
 from everstep.recipes.schedule import learning_rate
@@ -29,16 +31,22 @@ def train(run: Run) -> None:
     config, group, rl = run.config, run.group, run.config.rl
     reward = resolve(config.reward, config.data.source, config.data.source_args)
     prompts = SampleStream(len(run.data.train), config.seed, config.data.shuffle)
-    iteration = 0
+    iteration, has_reference = 0, False
     if run.state:
         prompts.load_state_dict(run.state["prompts"])
-        iteration = int(run.state["iteration"])
-    state = lambda: {"prompts": prompts.state_dict(), "iteration": iteration}
+        iteration, has_reference = int(run.state["iteration"]), bool(run.state["reference"])
+        if iteration and rl.kl_coef > 0 and not has_reference:
+            raise BadInput(
+                f"rl.kl_coef={rl.kl_coef}: the checkpoint has no reference model, because rl.kl_coef was 0 when the run began; "
+                "resume with rl.kl_coef=0, or start a new run from the checkpoint's folder hf"
+            )
+    state = lambda: {"prompts": prompts.state_dict(), "iteration": iteration, "reference": has_reference}
 
-    warm_up(run)
-    if rl.kl_coef > 0 and not run.state.get("iteration"):
+    warm_up(run, state)
+    if rl.kl_coef > 0 and iteration == 0:
         group.call("pass_through", "keep_reference")
-    if iteration == 0:
+        has_reference = True
+    if run.data.eval and iteration == 0:
         run.summary["accuracy_before"] = evaluate(run, reward)
 
     updates = rl.passes * rl.updates_per_pass
@@ -68,10 +76,13 @@ def train(run: Run) -> None:
         samples = samples.with_tensors(advantages=advantages.spread(estimates, samples["loss_mask"]))
         watch.lap("adv")
 
-        for rl_pass in range(rl.passes):
-            for batch in mini_batches(samples, config, iteration, rl_pass):
-                lr = learning_rate(config.optimizer, group.committed_step + 1 - config.warmup.steps, rl.iterations * updates)
-                result = group.train_step(batch, policy_loss(config, on_policy=updates == 1), lr, config.rollout.temperature)
+        loss = policy_loss(config, on_policy=updates == 1)
+        batches = [batch for rl_pass in range(rl.passes) for batch in mini_batches(samples, config, iteration, rl_pass)]
+        for update, batch in enumerate(batches, 1):
+            lr = learning_rate(config.optimizer, group.committed_step + 1 - config.warmup.steps, rl.iterations * updates)
+            result = group.train_step(batch, loss, lr, config.rollout.temperature)
+            if update < updates:  # the last one is logged with the iteration, below
+                run.log(result.step, step_metrics(result, "actor"))
         prompts.mark_trained(len(taken))
         watch.lap("update_actor")
 
@@ -79,18 +90,16 @@ def train(run: Run) -> None:
         metrics |= {"training/iteration": float(iteration), "training/pass": prompts.trained / prompts.size}
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / watch.total
         metrics["timing_s/step"] = watch.total
-        if iteration == rl.iterations or (rl.eval_every and iteration % rl.eval_every == 0):
-            metrics |= {"val-core/acc/mean@1": evaluate(run, reward)}
+        if run.data.eval and (iteration == rl.iterations or (rl.eval_every and iteration % rl.eval_every == 0)):
+            run.summary["accuracy_after"] = metrics["val-core/acc/mean@1"] = evaluate(run, reward)
             watch.lap("testing")
         run.log(result.step, metrics | watch.seconds, show_at=iteration)
         run.completions(some_completions(samples, scores, config.telemetry.show_completions))
         run.verify_if_due()
         run.save_if_due(state, last=iteration == rl.iterations)
 
-    run.summary["accuracy_after"] = evaluate(run, reward)
 
-
-def warm_up(run: Run) -> None:
+def warm_up(run: Run, state: Callable[[], dict[str, Any]]) -> None:
     """``warmup.steps`` steps of SFT through the same step transaction; a resumed run does those that are left."""
     config, group, data = run.config, run.group, run.data.warmup
     if data is None or group.committed_step >= config.warmup.steps:
@@ -108,6 +117,7 @@ def warm_up(run: Run) -> None:
         metrics = step_metrics(result, "train") | {"perf/total_num_tokens": float(tokens)}
         run.log(result.step, metrics | {"perf/throughput": tokens / watch.lap("step")} | watch.seconds, show_at=result.step)
         run.verify_if_due()
+        run.save_if_due(state)
 
 
 def policy_loss(config: Config, on_policy: bool) -> LossSpec:
@@ -135,9 +145,8 @@ def mini_batches(samples: TrainingBatch, config: Config, iteration: int, rl_pass
 
 
 def evaluate(run: Run, reward: Any) -> float:
-    """Share of held-out prompts whose (greedy) completion is right: a reward of at least 1. NaN without held-out data."""
-    if run.data.eval is None:
-        return float("nan")
+    """Share of held-out prompts whose (greedy) completion is right: a reward of at least 1."""
+    assert run.data.eval is not None
     prompts = run.data.eval.first(run.config.rollout.eval_samples)
     answered = run.group.call("mesh", "generate", repeat_prompts(prompts, 1), Sampling.for_evaluation(run.config))
     scores = run.group.once(score, reward, answered)

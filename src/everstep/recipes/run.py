@@ -17,9 +17,7 @@ from everstep.telemetry.metrics import Metrics
 
 @dataclass
 class Run:
-    """One run of a recipe. ``state``: what the recipe saved with the checkpoint the run resumed from; empty at the start.
-
-    Only the lead process has a console and writes metrics; the others have None.
+    """One run of a recipe. Only the lead process has a console and writes metrics; the others have None.
     """
 
     config: Config
@@ -28,10 +26,16 @@ class Run:
     console: Console | None
     metrics: Metrics | None
     events: EventLog | None
-    state: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, float] = field(default_factory=dict)  # numbers for the closing table, by name
-    _saved_step: int = -1
-    _verified_step: int = 0
+
+    def __post_init__(self) -> None:
+        self._saved_step = self._verified_step = self.group.committed_step  # of the checkpoint that the run resumed from
+        self._dispatched = (0, 0.0)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the recipe saved with the checkpoint that the run resumed from; empty at the start."""
+        return self.group.recipe_state
 
     def start(self, total: int, unit: str, done: int = 0) -> None:
         if self.console:
@@ -43,6 +47,7 @@ class Run:
 
     def log(self, step: int, metrics: dict[str, float], show_at: int | None = None) -> None:
         """Record metrics of a global step; ``show_at``: also a line of progress, with this number."""
+        metrics = metrics | self._dispatch_metrics()
         if self.metrics:
             self.metrics.log(step, metrics)
         if self.events:
@@ -59,11 +64,17 @@ class Run:
     def save_if_due(self, state: Callable[[], dict[str, Any]], last: bool = False) -> None:
         """Checkpoint after every ``checkpoint.every_steps`` committed steps, and at the end (``checkpoint.at_end``)."""
         step, every = self.group.committed_step, self.config.checkpoint.every_steps
-        due = (every > 0 and step - max(self._saved_step, 0) >= every) or (last and self.config.checkpoint.at_end)
-        if due and step > 0 and step != self._saved_step:
+        due = (every > 0 and step - self._saved_step >= every) or (last and self.config.checkpoint.at_end)
+        if due and step != self._saved_step:
             path = self.group.save(state())
             self._saved_step = step
             self.note(f"saved {path}")
+
+    def _dispatch_metrics(self) -> dict[str, float]:
+        """What the worker calls since the last line of metrics cost beside the workers' own time."""
+        total = (self.group.dispatch_bytes, self.group.dispatch_seconds)
+        (nbytes, seconds), self._dispatched = self._dispatched, total
+        return {"dispatch/sent_bytes": float(total[0] - nbytes), "dispatch/ms": 1000.0 * (total[1] - seconds)}
 
     def verify_if_due(self) -> None:
         """Compare all replicas' state every ``train.verify_every`` commits. Raises InvariantViolated."""

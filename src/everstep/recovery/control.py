@@ -85,10 +85,11 @@ class Control:
         records = self._records
         return records[-1].view.epoch if records else Epoch(0, 0)
 
-    def includes(self, worker: str) -> bool:
-        """Whether the newest view has this worker as a member (True if the coordinator is lost: it cannot say)."""
+    def includes(self, worker: str, build: int) -> bool:
+        """Whether the newest view has this life of this worker as a member (True if the coordinator is lost: it cannot say)."""
         records = self._records
-        return self._lost is not None or bool(records and worker in records[-1].view.workers)
+        member = records[-1].view.member_of(worker) if records else None
+        return self._lost is not None or (member is not None and member.build == build)
 
     def build_after(self, number: int) -> bool:
         """Whether a newer link build was ordered, which makes build ``number`` obsolete, or the coordinator is lost."""
@@ -110,6 +111,10 @@ class Control:
         self._send({"type": "link_failed", "link_id": link_id, "cause": cause})
 
     def close(self) -> None:
+        """Leave in order: the coordinator is told that this is no death."""
+        if self._lost is None:
+            with contextlib.suppress(Fenced):  # the coordinator closed first
+                self._send({"type": "bye"})
         with self._changed:
             self._lost = self._lost or "closed by this process"
             self._changed.notify_all()
@@ -143,6 +148,9 @@ class Control:
                 self.on_record(record)
         except wire.Closed as closed:
             self._lose(str(closed))
+        except Exception as error:  # the end of a thread: a rank that hears nothing more must not go on
+            self._lose(f"{type(error).__name__}: {error}")
+            raise
 
     def _heartbeat_loop(self) -> None:
         while self._lost is None:

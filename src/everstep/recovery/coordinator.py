@@ -23,10 +23,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from everstep.errors import InvariantViolated
+from everstep.errors import DeadlineExceeded, InvariantViolated
 from everstep.recovery.view import Epoch, Kind, Member, Outcome, Record, View, Vote, link_name
 
 MAX_MISMATCHES = 3  # totals that differ between replicas this often for one step are no transient fault
+MAX_LINK_FAILURES = 10  # nor is a link that breaks this often for one step, with every process alive
 
 
 class State(StrEnum):
@@ -63,6 +64,7 @@ class Coordinator:
         self.begun = committed               # last step announced by begin()
         self._mismatches = 0
         self._nonfinite = 0
+        self._link_failures = 0
         self._records = 0
         self._links = 0
 
@@ -109,7 +111,8 @@ class Coordinator:
         survivors = tuple(m for m in self.view.members if m is not dead)
         healing = self.view.healing - {dead.replica}
         self._cancel_build_with(dead)
-        if survivors and self._all_voted(survivors) and self._agree(survivors) and self._finite(survivors):
+        self._link_failures = 0
+        if self.state is State.VOTING and survivors and self._all_voted(survivors) and self._agree(survivors) and self._finite(survivors):
             records.append(self._commit(Outcome.APPLY, survivors, frozenset(), cause))
         else:
             records.append(self._new_view(survivors, healing, cause))
@@ -152,9 +155,18 @@ class Coordinator:
         return self._next_build()
 
     def link_failed(self, link_id: str, cause: str) -> list[Record]:
-        """A collective failed with every process alive (a flapping link): new epoch, same members, nobody is evicted."""
+        """A collective failed with every process alive (a flapping link): new epoch, same members, nobody is evicted.
+
+        Raises DeadlineExceeded if that happens MAX_LINK_FAILURES times in one step.
+        """
         if link_id != self.view.link_id or self.state is State.LOST:
             return []
+        self._link_failures += 1
+        if self._link_failures >= MAX_LINK_FAILURES:
+            raise DeadlineExceeded(
+                f"step {self.committed + 1}: the link between replicas {list(self.view.replicas)} broke {self._link_failures} times "
+                f"with every process alive ({cause}); check the network between their nodes, then resume with resume=auto"
+            )
         return [self._new_view(self.view.members, self.view.healing, cause)]
 
     # -- decisions ----------------------------------------------------------------------------------------------------
@@ -182,8 +194,12 @@ class Coordinator:
     def _agree(self, members: tuple[Member, ...]) -> bool:
         votes = [self.votes[w] for m in members for w in m.workers]
         same: Callable[[Vote], tuple[object, ...]] = lambda v: (v.divisor, v.grad_norm_bits, v.finite, v.slots)
+        if not any(v.finite for v in votes):  # NaN equals nothing; such a total is never applied
+            same = lambda v: v.slots
         if len({same(v) for v in votes}) != 1:
             return False
+        if not votes[0].finite:
+            return True
         positions = zip(*(m.workers for m in members), strict=True)
         return all(len({self.votes[w].digest for w in position}) == 1 for position in positions)
 
@@ -195,7 +211,7 @@ class Coordinator:
         epoch, step, samples = self.view.epoch, self.committed + 1, self.samples
         divisor = self.votes[members[0].workers[0]].divisor
         self.committed = step
-        self._mismatches = self._nonfinite = 0
+        self._mismatches = self._nonfinite = self._link_failures = 0
         changed = members != self.view.members
         link_id = None if changed else self.view.link_id
         if self.joining and self.joining.ready and not changed:

@@ -28,6 +28,7 @@ from everstep.errors import DeadlineExceeded, InvariantViolated, LinkBroken
 
 CHUNK_BYTES = 32 << 20
 _POLL_S = 0.05
+_HAS = struct.Struct("!qQ")    # the joiner's version (-1: dirty), and which tensors it has
 _MARK = struct.Struct("!qQQ")  # version, bytes, checksum
 
 
@@ -43,7 +44,7 @@ class State(Protocol):
         """What is no tensor, as JSON values."""
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
-        """The inverse of scalars()."""
+        """The inverse of scalars(). May add or remove tensors."""
 
 
 @dataclass(frozen=True)
@@ -142,13 +143,15 @@ class HealStream:
 
 
 def send(stream: HealStream, state: State, version: int) -> Healed:
-    """Stream ``state``, which is at ``version``. Nothing but the handshake moves if the joiner holds that version already."""
+    """Stream ``state``, which is at ``version``. Nothing but the handshake moves if the joiner holds that version of the same
+    tensors already (it may lack a reference model that was made while its replica was broken)."""
     start, nbytes = time.monotonic(), 0
-    has = bytearray(8)
+    has = bytearray(_HAS.size)
     stream.receive_into(memoryview(has))
-    if struct.unpack("!q", has)[0] == version:
-        return Healed(0, time.monotonic() - start)
     tensors = state.tensors()
+    if _HAS.unpack(has) == (version, _fingerprint(tensors)):
+        stream.send(memoryview(_MARK.pack(version, 0, 0)))
+        return Healed(0, time.monotonic() - start)
     header = json.dumps({"scalars": state.scalars(), "tensors": _describe(tensors)}).encode()
     stream.send(memoryview(_MARK.pack(version, len(header), _checksum(memoryview(header)))))
     stream.send(memoryview(header))
@@ -167,19 +170,20 @@ def receive(stream: HealStream, state: State, version: int) -> Healed:
     """
     start, nbytes = time.monotonic(), 0
     mine = state.version if state.version is not None else -1
-    stream.send(memoryview(struct.pack("!q", mine)))
-    if mine == version:
-        return Healed(0, time.monotonic() - start)
+    stream.send(memoryview(_HAS.pack(mine, _fingerprint(state.tensors()))))
     size, checksum = _receive_mark(stream, version)
+    if size == 0:
+        return Healed(0, time.monotonic() - start)
     header = bytearray(size)
     _receive_checked(stream, memoryview(header), size, checksum)
     said = json.loads(bytes(header))
+    state.version = None
+    state.load_scalars(said["scalars"])  # first: they say whether there is a reference model, and it has tensors
     tensors = state.tensors()
     expected = _describe(tensors)
     if said["tensors"] != expected:
         odd = [t for t in (*expected, *said["tensors"]) if t not in expected or t not in said["tensors"]]
         raise InvariantViolated(f"the source's state does not fit mine; first difference: {odd[:1] or 'the order of tensors'}")
-    state.version = None
     staging: torch.Tensor | None = None
     for chunk in _chunks(tensors):
         size, checksum = _receive_mark(stream, version)
@@ -191,7 +195,6 @@ def receive(stream: HealStream, state: State, version: int) -> Healed:
         else:
             _receive_checked(stream, _memory(chunk), size, checksum)
         nbytes += size
-    state.load_scalars(said["scalars"])
     state.version = version
     return Healed(nbytes, time.monotonic() - start)
 
@@ -216,6 +219,10 @@ def _receive_checked(stream: HealStream, host: memoryview, expected: int, checks
 
 def _describe(tensors: Mapping[str, torch.Tensor]) -> list[list[Any]]:
     return [[name, list(t.shape), str(t.dtype)] for name, t in tensors.items()]
+
+
+def _fingerprint(tensors: Mapping[str, torch.Tensor]) -> int:
+    return xxhash.xxh3_64_intdigest(json.dumps(_describe(tensors)).encode())
 
 
 def _chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -29,8 +29,9 @@ class Link:
         name: the view's link id; the group's name in the store, never used twice.
         replicas: members in ascending order; ``me`` is one of them.
         position: rank inside the replica; each position has its own group.
-        store: the run's store, reachable by all.
-        timeout_s: deadline to form the group; gloo's own backstop for each collective.
+        store: a connection to the run's store of this link's own: a group waits inside the store's client, which then serves
+            nobody else in this process.
+        timeout_s: deadline to form the group.
     """
 
     def __init__(
@@ -68,12 +69,14 @@ class Link:
         if self._group is None:
             return totals
         end = time.monotonic() + timeout_s
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(seconds=timeout_s)  # gloo's default would be the deadline to form the group
         pending = []
         for bucket in _buckets(totals):
             flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([t.reshape(-1) for t in bucket])
             self._held.append(flat)
             try:
-                work = self._group.allreduce([flat], dist.AllreduceOptions())
+                work = self._group.allreduce([flat], options)
             except RuntimeError as error:
                 raise LinkBroken(f"link {self.name}: {error}") from error
             pending.append((work, flat, bucket))
@@ -102,17 +105,19 @@ class Link:
             raise LinkBroken(f"link {self.name}: {error}") from error
 
     def drop(self) -> None:
-        """Give the group up. Gloo: closing the sockets tells every other member. NCCL: abort, off the critical path."""
-        group, self._group = self._group, None
+        """Give the group up, off the critical path. Gloo: closing the sockets tells every other member, but first the destructor
+        waits for a collective that still runs, until a member that computes leaves it too. NCCL: abort."""
+        group, self._group = [self._group], None  # in a list: the thread shall let go of the last reference
         held, self._held = self._held, []
-        if group is None:
-            return
-        if self._device.type == "cuda":
-            threading.Thread(target=_abort, args=(group, held), name=f"abort-{self.name}", daemon=True).start()
+        if group[0] is not None:
+            abort = self._device.type == "cuda"
+            threading.Thread(target=_give_up, args=(group, held, abort), name=f"drop-{self.name}", daemon=True).start()
 
 
-def _abort(group: Any, held: list[Any]) -> None:
-    group.abort()
+def _give_up(group: list[Any], held: list[Any], abort: bool) -> None:
+    if abort:
+        group[0].abort()
+    group.clear()
     held.clear()
 
 
@@ -163,6 +168,7 @@ class Links:
         self._build, self._timeout_s = build, timeout_s
         self._links: dict[str, Link] = {}
         self._lock = threading.Lock()
+        self._closed = False
 
     def build_in_background(self, name: str, replicas: Sequence[int], obsolete: Callable[[], bool], ready: Callable[[], None]) -> None:
         def run() -> None:
@@ -172,8 +178,12 @@ class Links:
             except (LinkBroken, DeadlineExceeded, RuntimeError):
                 return  # no acknowledgement: the coordinator never names this link; a death or deadline is reported elsewhere
             with self._lock:
-                self._links[name] = link
-            ready()
+                if not self._closed:
+                    self._links[name] = link
+            if self._closed:
+                link.drop()  # this rank left its replica while the link was being built
+            else:
+                ready()
 
         threading.Thread(target=run, name=f"link-{name}", daemon=True).start()
 
@@ -197,6 +207,7 @@ class Links:
 
     def drop_all(self) -> None:
         with self._lock:
+            self._closed = True
             links, self._links = list(self._links.values()), {}
         for link in links:
             link.drop()

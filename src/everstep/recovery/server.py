@@ -7,6 +7,7 @@ every rank sees the same log. The single line that makes a step durable is ``sel
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import queue
 import socket
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.errors import InvariantViolated
+from everstep.errors import EverstepError, WorkerFailed
 from everstep.recovery import wire
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.coordinator import Coordinator
@@ -78,21 +79,26 @@ class CoordinatorServer:
         self._silence_s, self._on_phase, self._on_death, self._on_record = silence_s, on_phase, on_death, on_record
         self._changed = threading.Condition(threading.RLock())
         self._sessions: dict[str, _Session] = {}
-        self._published: list[dict[str, Any]] = []
+        self._latest: dict[str, Any] | None = None  # the last view or commit, for a rank that connects later
         self._healing: frozenset[int] = frozenset()
         self.progress: dict[str, Progress] = {}
         self.dead: dict[str, str] = {}
-        self.failure: InvariantViolated | None = None
+        self.failure: EverstepError | None = None
         self._closed = False
         self._socket = socket.create_server((host, 0), backlog=256)
         self.address: tuple[str, int] = (host, self._socket.getsockname()[1])
         threading.Thread(target=self._accept_loop, name="coordinator-accept", daemon=True).start()
-        threading.Thread(target=self._silence_loop, name="coordinator-silence", daemon=True).start()
+        threading.Thread(
+            target=self._guarded, args=(self._silence_loop, "watching for silence"), name="coordinator-silence", daemon=True
+        ).start()
 
     # -- for the controller ---------------------------------------------------------------------------------------------
 
     def open(self, members: list[Member]) -> None:
-        self._event(lambda: self.coordinator.open(members))
+        with self._changed:
+            self._event(lambda: self.coordinator.open(members))
+            for worker in [w for m in members for w in m.workers if w in self.dead]:  # it died after it was formed
+                self._event(lambda dead=worker: self.coordinator.death(dead, self.dead[dead]))  # type: ignore[misc]
 
     def restart_at(self, step: int) -> None:
         """The members hold step ``step`` of a checkpoint; only before the first step of this run."""
@@ -126,7 +132,7 @@ class CoordinatorServer:
         self._on_death(worker, cause)
 
     def wait(self, condition: Callable[[Coordinator], bool], timeout_s: float) -> bool:
-        """Wait until ``condition`` holds after some event; False at the deadline. Raises a stored InvariantViolated."""
+        """Wait until ``condition`` holds after some event; False at the deadline. Raises the stored failure."""
         with self._changed:
             held = self._changed.wait_for(lambda: self.failure is not None or condition(self.coordinator), timeout_s)
             if self.failure:
@@ -141,6 +147,8 @@ class CoordinatorServer:
             self._closed = True
             sessions = list(self._sessions.values())
             self._sessions.clear()
+        with contextlib.suppress(OSError):  # not connected, says the kernel; but it wakes accept(), which close() does not
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         for session in sessions:
             session.close()
@@ -150,25 +158,42 @@ class CoordinatorServer:
 
     def _event(self, decide: Callable[[], list[Record]]) -> None:
         with self._changed:
-            if self._closed:
+            if self._closed or self.failure:
                 return
             try:
                 records = decide()
-            except InvariantViolated as error:
-                self.failure = error
-                self._changed.notify_all()
-                return
-            for record in records:
-                if record.kind is not Kind.BUILD:
-                    self._log.write(record)
-                message = {"type": "record", "record": record.to_json()}
-                self._published.append(message)
-                self._note(record)
-                for session in self._sessions.values():
-                    session.outbox.put(message)
+                for record in records:
+                    message = {"type": "record", "record": record.to_json()}
+                    if record.kind is not Kind.BUILD:
+                        self._log.write(record)
+                        self._latest = message
+                    self._note(record)
+                    for session in self._sessions.values():
+                        session.outbox.put(message)
+            except EverstepError as error:
+                return self._fail(error)
+            except OSError as error:
+                return self._fail(WorkerFailed(
+                    f"step {self.coordinator.committed}: the commit record or event log could not be written ({error}); nobody "
+                    "was told of it. Free space, then resume with resume=auto"
+                ))
             self._changed.notify_all()
         for record in records:
             self._on_record(record)
+
+    def _fail(self, error: EverstepError) -> None:
+        """Nothing is decided any more; the recipe raises ``error`` at its next look."""
+        with self._changed:
+            self.failure = self.failure or error
+            self._changed.notify_all()
+
+    def _guarded(self, loop: Callable[[], None], what: str) -> None:
+        """Run a thread's loop: whatever ends it unexpectedly ends the run."""
+        try:
+            loop()
+        except Exception as error:
+            if not self._closed:
+                self._fail(WorkerFailed(f"the coordinator failed while {what}: {type(error).__name__}: {error}"))
 
     def _note(self, record: Record) -> None:
         view, members = record.view, list(record.view.replicas)
@@ -198,7 +223,10 @@ class CoordinatorServer:
                 sock, _ = self._socket.accept()
             except OSError:
                 return  # closed
-            threading.Thread(target=self._serve, args=(sock,), name="coordinator-session", daemon=True).start()
+            serve = functools.partial(self._serve, sock)
+            threading.Thread(
+                target=self._guarded, args=(serve, "listening to a rank"), name="coordinator-session", daemon=True
+            ).start()
 
     def _serve(self, sock: socket.socket) -> None:
         wire.tune(sock)
@@ -218,8 +246,8 @@ class CoordinatorServer:
             if self._closed or worker in self.dead or worker in self._sessions:
                 sock.close()
                 return
-            for message in self._published:
-                session.outbox.put(message)
+            if self._latest:
+                session.outbox.put(self._latest)
             self._sessions[worker] = session
             self.progress[worker] = Progress(time.monotonic(), pid=hello["pid"], host=hello["host"])
             self._changed.notify_all()
@@ -250,15 +278,24 @@ class CoordinatorServer:
                 self._event(lambda: self.coordinator.link_ready(worker, message["link_id"]))
             case "link_failed":
                 self._event(lambda: self.coordinator.link_failed(message["link_id"], message["cause"]))
+            case "bye":
+                with self._changed:
+                    self._sessions.pop(worker, None)  # it leaves in order; what follows is no death
             case other:
                 raise wire.Closed(f"unknown message type {other!r}")
 
     def _silence_loop(self) -> None:
         """A rank that said nothing for ``silence_s`` is frozen, cut off, or has its interpreter lock stuck: expel it."""
+        interval = min(1.0, self._silence_s / 4)
+        now = time.monotonic()
         while not self._closed:
-            time.sleep(min(1.0, self._silence_s / 4))
-            now = time.monotonic()
+            time.sleep(interval)
+            before, now = now, time.monotonic()
+            late = now - before - interval
             with self._changed:
+                if late > interval:  # this process was suspended itself, or starved: it could not have heard anybody
+                    for said in self.progress.values():
+                        said.heard += late
                 silent = [w for w in self._sessions if now - self.progress[w].heard > self._silence_s]
                 joining = self.coordinator.joining
                 link = joining.link_id if joining else ""

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from everstep.config.schema import RecoveryConfig
-from everstep.errors import DeadlineExceeded, Fenced, LinkBroken, ReplicaBroken
+from everstep.errors import Fenced, LinkBroken, ReplicaBroken
 from everstep.recovery import heal
 from everstep.recovery.control import Control
 from everstep.recovery.link import Link, Links
@@ -249,16 +249,23 @@ class Transaction:
 
     def _heal(self, view: View, stale: Callable[[], bool]) -> None:
         """Receive version ``view.committed`` from my position's peer, unless I hold it. The ranks of a replica heal together
-        or not at all: a rank that needs nothing waits in the next agreement."""
+        or not at all: one that went on to compute would wait in a collective for one that left the attempt."""
         source = view.heal_source(self._replica)
         self._enter(Phase.HEAL, view.committed + 1)
         self._events.emit("heal_start", step=view.committed, epoch=view.epoch.key, replica=self._replica, rank=self._rank,
                           source=source)
         name = self._stream_name(view, self._replica)
-        with heal.HealStream(name, self._store, self._config.heal_timeout_s, stale).join() as stream:
-            healed = heal.receive(stream, self._state, view.committed)
-        self._events.emit("heal_done", step=view.committed, epoch=view.epoch.key, replica=self._replica, rank=self._rank,
-                          source=source, heal_bytes=healed.nbytes, seconds=healed.seconds)
+        broken = ""
+        try:
+            with heal.HealStream(name, self._store, self._config.heal_timeout_s, stale) as stream:
+                healed = heal.receive(stream.join(), self._state, view.committed)
+            self._events.emit("heal_done", step=view.committed, epoch=view.epoch.key, replica=self._replica, rank=self._rank,
+                              source=source, heal_bytes=healed.nbytes, seconds=healed.seconds)
+        except LinkBroken as error:
+            broken = str(error)
+        healed_all = self._world.agree((int(not broken),), f"the heal before step {view.committed + 1}")
+        if not all(ok for (ok,) in healed_all):
+            raise LinkBroken(broken or "another rank of this replica was not healed")
 
     def _serve_heal(self, view: View, stale: Callable[[], bool]) -> None:
         """If I am the source of joiners, stream my state in the background while I compute."""
@@ -280,8 +287,8 @@ class Transaction:
             try:
                 with heal.HealStream(name, self._store, self._config.heal_timeout_s, stale) as stream:
                     heal.send(stream.serve(self._control.local_host), self._state, view.committed)
-            except (LinkBroken, DeadlineExceeded) as error:
-                if not stale():  # an attempt that is over needs no sender; anything else the joiner reports, and so do I
+            except Exception as error:  # the end of a thread; the joiner sees its connection close, and reports that
+                if not stale():  # an attempt that is over needs no sender
                     self._events.emit("error", step=view.committed, epoch=view.epoch.key, error=type(error).__name__,
                                       message=f"heal source {name}: {error}")
 

@@ -1,0 +1,141 @@
+"""Ray itself: starting or joining a cluster, its nodes, its objects and its errors. Nothing here knows of training."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.orphans import TOKEN, Watch
+from everstep.config.schema import Config
+from everstep.errors import (
+    BadInput,
+    EverstepError,
+    WorkerFailed,
+)
+
+
+class Putter:
+    """Puts each batch into the object store once, however many ranks get it."""
+
+    def __init__(self) -> None:
+        self.nbytes, self.seconds = 0, 0.0
+        self._refs: dict[int, tuple[Any, Any]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, TrainingBatch):
+            return value
+        if id(value) not in self._refs:
+            start = time.monotonic()
+            self._refs[id(value)] = (value, ray.put(value))
+            self.seconds += time.monotonic() - start
+            self.nbytes += value.nbytes
+        return self._refs[id(value)][1]
+
+
+def start_ray(config: Config, processes: int) -> Callable[[], None]:
+    """Connect to the configured cluster, or start one for this run; returns what undoes it. BadInput.
+
+    A process that is connected already stays so.
+    """
+    if ray.is_initialized():
+        return lambda: None
+    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": True}
+    address = config.ray.address
+    with kept_signal_handlers(), contextlib.ExitStack() as undo:
+        if address:
+            try:
+                ray.init(address=address, **quiet)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise BadInput(f"ray.address={address}: no Ray cluster answers there ({error}); start one with `ray start`") from error
+        else:
+            if "RAY_AUTH_MODE" not in os.environ:
+                os.environ["RAY_AUTH_MODE"] = "disabled"  # a cluster of this run alone, on this machine
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+            os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # calls that a death voided are given up, not forgotten
+            token = secrets.token_hex(16)
+            watch = undo.enter_context(Watch(token))
+            os.environ[TOKEN] = token  # Ray's processes inherit it
+            try:
+                context: Any = ray.init(num_cpus=max(processes + 1, os.cpu_count() or 1), include_dashboard=False,
+                                        object_store_memory=512 << 20, _node_ip_address="127.0.0.1", **quiet)
+            finally:
+                del os.environ[TOKEN]
+            watch.also_of(context.address_info["session_dir"])
+        undo.callback(ray.shutdown)
+        return undo.pop_all().close
+
+
+@contextlib.contextmanager
+def kept_signal_handlers() -> Iterator[None]:
+    """Ray's own handler of SIGTERM aborts the process, and no Python code runs; ours shuts down in order."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def uses_gpus(config: Config) -> bool:
+    if config.device == "cpu":
+        return False
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if config.device == "cuda" and not gpus:
+        raise BadInput("device=cuda, but the Ray cluster has no GPU; use device=cpu or auto")
+    return gpus > 0
+
+
+def devices_per_node(on_gpu: bool) -> dict[str, int]:
+    kind = "GPU" if on_gpu else "CPU"
+    return {n["NodeID"]: int(n["Resources"].get(kind, 0)) for n in ray.nodes() if n["Alive"]}
+
+
+def node_ip(node_id: str) -> str:
+    return next(str(n["NodeManagerAddress"]) for n in ray.nodes() if n["NodeID"] == node_id)
+
+
+def on_node(node_id: str) -> Any:
+    return ray.remote(num_cpus=0)(signal_pid).options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+
+
+def signal_pid(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it is gone already, which is what a kill wants
+        os.kill(pid, number)
+
+
+def pid_runs(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def typed_error(error: RayError, worker: str, what: str) -> EverstepError:
+    """A Ray error as one of ours. What the worker raised typed stays as it is."""
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    if isinstance(cause, EverstepError):
+        return cause
+    if cause is not None:
+        return WorkerFailed(f"worker {worker} failed in {what}: {type(cause).__name__}: {first_line(cause)}")
+    return WorkerFailed(f"worker {worker} failed in {what}: {first_line(error)}")
+
+
+def first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,280 @@
+"""The history checker: proves from the event logs of all processes what must always hold, or shows where it does not.
+
+    everstep verify RUN
+
+Each invariant of :data:`INVARIANTS` is checked over the whole log and reported with what was looked at (so that "held" cannot
+mean "nothing to look at") or with its first counterexample. The log was written by the processes themselves, before they
+acted (``begin``, ``vote``, ``fault``) or after (``commit`` once it is on disk, ``apply``); a process that was killed left whole lines.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from everstep.checkpoint import manifest
+from everstep.telemetry.events import Epoch, Event, epoch_key, of_kind, read_history
+from everstep.telemetry.recoveries import account
+
+Key = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one invariant. ``held`` None: the log holds nothing that could tell (``looked_at`` says why)."""
+
+    number: int
+    text: str
+    held: bool | None
+    looked_at: str
+    counterexample: str = ""
+
+
+class Broken(Exception):
+    """An invariant does not hold; the message is the counterexample."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run folder's history, arranged for the checks."""
+
+    folder: Path
+    events: list[Event]
+
+    def kind(self, *kinds: str) -> list[Event]:
+        return of_kind(self.events, *kinds)
+
+    def attempts(self) -> list[list[Event]]:
+        """The events of each start of the run."""
+        parts: list[list[Event]] = [[]]
+        for event in self.events:
+            if event.event == "run_start" and parts[-1]:
+                parts.append([])
+            parts[-1].append(event)
+        return parts
+
+    @functools.cached_property
+    def _by_attempt(self) -> dict[tuple[str, int | None, Key], list[Event]]:
+        found: dict[tuple[str, int | None, Key], list[Event]] = defaultdict(list)
+        for event in self.kind("vote", "apply", "computed"):
+            found[event.event, event.step, epoch_key(event.epoch)].append(event)
+        return found
+
+    def of_attempt(self, kind: str, commit: Event) -> list[Event]:
+        """Events of this kind that belong to the attempt (step, epoch) which the commit made final."""
+        return self._by_attempt.get((kind, commit.step, epoch_key(commit.epoch)), [])
+
+
+def check(folder: str | os.PathLike[str]) -> list[Finding]:
+    """All findings for a run folder, in the order of their numbers. Raises EventLogError if the log cannot be read."""
+    path = Path(folder)
+    record = Record(path, read_history(path / "events").events)
+    findings = []
+    for number, (text, examine) in INVARIANTS.items():
+        try:
+            looked_at, enough = examine(record)
+            findings.append(Finding(number, text, True if enough else None, looked_at))
+        except Broken as broken:
+            findings.append(Finding(number, text, False, "", str(broken)))
+    return findings
+
+
+# -- the checks: each returns (what it looked at, whether that was anything), or raises Broken ------------------------------
+
+
+def equal_state(record: Record) -> tuple[str, bool]:
+    verified = record.kind("verify")
+    for event in verified:
+        positions: dict[str, dict[str, str]] = defaultdict(dict)
+        for rank, digest in event["hashes"].items():
+            positions[rank.split("/")[1]][rank] = digest
+        odd = {p: ranks for p, ranks in positions.items() if len(set(ranks.values())) > 1}
+        if odd or not event["equal"]:
+            raise Broken(f"step {event.step}: ranks of one position hold different state: {odd or event['hashes']}")
+    commits, compared = record.kind("commit"), 0
+    for commit in commits:
+        digests: dict[int, set[int]] = defaultdict(set)
+        for vote in record.of_attempt("vote", commit):
+            if "digest" in vote.fields:
+                digests[vote["rank"]].add(vote["digest"])
+        if any(len(found) > 1 for found in digests.values()):
+            raise Broken(f"step {commit.step}: members voted for totals with different digests: {dict(digests)}")
+        compared += bool(digests)
+    text = f"{len(verified)} comparisons of all ranks' state, {compared} of {len(commits)} commits with equal digests of the total"
+    return text, bool(verified) and compared == len(commits)
+
+
+def contiguous_and_applied_once(record: Record) -> tuple[str, bool]:
+    books = account(record.events)
+    if books.steps_missing or books.steps_doubled:
+        raise Broken(f"steps missing {books.steps_missing[:3]}, committed or applied twice {books.steps_doubled[:3]}")
+    applied_by_members = 0
+    for events in record.attempts():
+        commits = of_kind(events, "commit")
+        done: dict[tuple[int | None, int], list[Event]] = defaultdict(list)
+        for event in of_kind(events, "apply", "skip"):
+            done[event.step, event["replica"]].append(event)
+        ended = {e["replica"]: e.t_wall for e in of_kind(events, "death") if e["replica"] >= 0}
+        for index, commit in enumerate(commits):
+            for replica in set(commit["members"]) - set(commit.get("healing", [])):
+                found = done.get((commit.step, replica), [])
+                if not found:
+                    died = [t for r, t in ended.items() if r == replica and t >= commit.t_wall - 1.0]
+                    if died or index == len(commits) - 1:
+                        continue  # it died before it could apply, or the log ends here
+                    raise Broken(f"step {commit.step}: replica {replica} went on without applying the commit")
+                wrong = [e for e in found if epoch_key(e.epoch) != epoch_key(commit.epoch)]
+                if wrong:
+                    raise Broken(f"step {commit.step}: {wrong[0].who} applied the total of epoch {wrong[0].epoch}, "
+                                 f"the commit is of epoch {commit.epoch}")
+                expected = "skip" if commit["kind"] == "skip" else "apply"
+                if any(e.event != expected for e in found):
+                    raise Broken(f"step {commit.step}: a commit of kind {commit['kind']} was answered with {found[0].event}")
+                applied_by_members += len(found)
+    text = f"{books.committed} commits, applied {applied_by_members} times, each once by each process"
+    return text, books.committed > 0
+
+
+def samples_once(record: Record) -> tuple[str, bool]:
+    books = account(record.events)
+    if books.samples_lost or books.samples_doubled:
+        raise Broken(f"samples lost {books.samples_lost[:3]}, used twice {books.samples_doubled[:3]}")
+    skipped = [s for c in record.kind("commit") if c["kind"] == "skip" for s in c["samples"]]
+    return f"{books.samples_committed} samples, {len(skipped)} of them in skipped steps", books.samples_committed > 0
+
+
+def one_membership_per_epoch(record: Record) -> tuple[str, bool]:
+    members: dict[Key, list[int]] = {}
+    newest: Key = ()
+    for event in record.kind("view", "commit"):
+        epoch = epoch_key(_epoch(event.get("next_epoch")) if event.event == "commit" else event.epoch)
+        if members.setdefault(epoch, event["members"]) != event["members"]:
+            raise Broken(f"epoch {epoch} has members {members[epoch]} and also {event['members']}")
+        if epoch < newest:
+            raise Broken(f"epoch {epoch} was published after epoch {newest}")
+        newest = max(newest, epoch)
+    worked = record.kind("compute", "vote")
+    dead_at: dict[str, Key] = {}
+    for event in record.events:
+        if event.event == "death" and "worker" in event.fields:
+            dead_at.setdefault(event["worker"], epoch_key(event.epoch))
+        if event.event not in ("compute", "vote"):
+            continue
+        epoch = epoch_key(event.epoch)
+        if epoch not in members or event["replica"] not in members[epoch]:
+            raise Broken(f"step {event.step}: {event.who} of replica {event['replica']} worked in epoch {epoch}, "
+                         f"whose members are {members.get(epoch)}")
+        if event.who in dead_at and epoch > dead_at[event.who]:
+            raise Broken(f"step {event.step}: {event.who} worked in epoch {epoch}, but it was expelled in {dead_at[event.who]}")
+    return f"{len(members)} epochs, {len(worked)} acts of members in them", bool(members)
+
+
+def divisor_is_contribution(record: Record) -> tuple[str, bool]:
+    commits = record.kind("commit")
+    for commit in commits:
+        votes = record.of_attempt("vote", commit)
+        if not votes:
+            raise Broken(f"step {commit.step} was committed in epoch {commit.epoch} without a vote")
+        said = {e["divisor"] for e in (*votes, *record.of_attempt("apply", commit)) if "divisor" in e.fields}
+        if said != {commit["divisor"]}:
+            raise Broken(f"step {commit.step}: committed divisor {commit['divisor']}, voted and applied {sorted(said)}")
+        ledger = votes[0]["ledger"]
+        if any(v["ledger"] != ledger for v in votes) or ledger != list(range(len(ledger))):
+            raise Broken(f"step {commit.step}: ledgers {[v['ledger'] for v in votes][:3]} are not every slot once")
+        computed = {event["replica"]: event["slots"] for event in record.of_attempt("computed", commit)}
+        contributed = sorted(slot for slots in computed.values() for slot in slots)
+        if contributed != ledger:
+            raise Broken(f"step {commit.step}: replicas computed slots {contributed} in epoch {commit.epoch}, the total holds {ledger}")
+    return f"{len(commits)} commits: divisor, ledger and computed slots agree", bool(commits)
+
+
+def faults_end(record: Record) -> tuple[str, bool]:
+    faults = record.kind("fault", "death")
+    for fault in faults:
+        later = [e for e in record.events if e.t_wall >= fault.t_wall and e.event in ("commit", "error", "run_end")]
+        if not later:
+            raise Broken(f"after the {fault.event} of rank {fault['replica']}/{fault['rank']} in step {fault.step} nothing was "
+                         "committed and nobody said why")
+    left = _left_over(record) if record.kind("run_end") else []
+    if left:
+        raise Broken(f"processes {left} of the run live on after its end")
+    return f"{len(record.kind('fault'))} injected faults and {len(record.kind('death'))} deaths ended in progress or an error", True
+
+
+def redo_is_bounded(record: Record) -> tuple[str, bool]:
+    """In retry form an attempt is at most all slots of the step, and only a void attempt is followed by another."""
+    attempts: dict[tuple[int | None, int, int], list[Event]] = defaultdict(list)
+    for event in record.kind("computed"):
+        attempts[event.step, event["replica"], event["rank"]].append(event)
+    redone = 0
+    for (step, replica, rank), tries in attempts.items():
+        for before, after in itertools.pairwise(tries):
+            if epoch_key(after.epoch) <= epoch_key(before.epoch) and not _restarted(record, before, after):
+                raise Broken(f"step {step}: rank {replica}/{rank} computed twice in epoch {after.epoch}")
+            redone += len(after["slots"])
+    return f"{redone} slots computed again, each under a newer epoch", bool(attempts)
+
+
+def checkpoints_complete(record: Record) -> tuple[str, bool]:
+    saves = record.kind("save")
+    folder = record.folder / "checkpoints"
+    named = manifest.pointed_at(folder) if folder.is_dir() else None
+    if saves and named is None:
+        raise Broken(f"{len(saves)} checkpoints were saved, but {folder}/latest names none")
+    if named is None:
+        return "no checkpoint was written", False
+    if reason := manifest.damage(named):
+        raise Broken(f"{folder}/latest names {named.name}: {reason}")
+    return f"{len(saves)} saved; {named.name} verified byte by byte", True
+
+
+INVARIANTS: dict[int, tuple[str, Callable[[Record], tuple[str, bool]]]] = {
+    1: ("members hold equal state at every comparison, and equal totals at every commit", equal_state),
+    2: ("committed steps are contiguous, each applied exactly once by each member", contiguous_and_applied_once),
+    3: ("each sample is used exactly once per pass, or listed with a reason", samples_once),
+    4: ("one membership per epoch; epochs grow; an expelled process never contributes", one_membership_per_epoch),
+    5: ("the divisor equals what was contributed; every slot counts once", divisor_is_contribution),
+    7: ("the pointer names a complete, checksummed checkpoint", checkpoints_complete),
+    8: ("every fault ends in progress or a typed error; no process is left", faults_end),
+    9: ("work is done again only under a newer epoch", redo_is_bounded),
+}
+
+
+def _epoch(value: object) -> Epoch | None:
+    return tuple(value) if isinstance(value, list | tuple) else value  # type: ignore[return-value]
+
+
+def _restarted(record: Record, before: Event, after: Event) -> bool:
+    return any(before.t_wall < e.t_wall <= after.t_wall for e in record.kind("run_start"))
+
+
+def _left_over(record: Record) -> list[int]:
+    """Processes of the run that still run on this machine under the same start time (ids are used again)."""
+    return [pid for pid in sorted(set(_pids(record))) if _is_ours(pid, record.folder)]
+
+
+def _pids(record: Record) -> Iterator[int]:
+    here = socket.gethostname()
+    for event in record.events:
+        if event.who != "lead" and event.host == here:
+            yield event.pid
+
+
+def _is_ours(pid: int, folder: Path) -> bool:
+    """Whether the process has an event file of this run open: that is what makes it a process of the run."""
+    try:
+        files = list(Path(f"/proc/{pid}/fd").iterdir())
+        return any(os.path.realpath(f).startswith(str((folder / "events").resolve())) for f in files)
+    except OSError:
+        return False  # gone, or not ours to look at
+
+
+def worst(findings: Sequence[Finding]) -> bool:
+    """Whether any invariant is broken."""
+    return any(finding.held is False for finding in findings)

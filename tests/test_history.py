@@ -1,0 +1,135 @@
+"""The history checker must be able to fail: a real log, and copies of it corrupted in each way it exists to notice."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.checkpoint import manifest
+from everstep.telemetry.history import INVARIANTS, check
+
+RECORDED = Path(__file__).parent / "golden" / "history"
+Rows = dict[str, list[dict[str, Any]]]
+
+
+def read(folder: Path) -> Rows:
+    return {f.name: [json.loads(line) for line in f.read_text().splitlines()] for f in sorted(folder.glob("*.jsonl"))}
+
+
+@pytest.fixture
+def run(tmp_path):
+    shutil.copytree(RECORDED, tmp_path / "events", ignore=shutil.ignore_patterns("*.md"))
+    partial = manifest.begin(tmp_path / "checkpoints", 12)
+    (partial / "state" / "rank-000.safetensors").write_bytes(os.urandom(2000))
+    manifest.publish(partial, 12, {}, {"step": 12}, 2)
+    return tmp_path
+
+
+def corrupt(run: Path, change: Callable[[Rows], None]) -> set[int]:
+    """The numbers of the invariants that are broken after ``change`` was applied to the rows of the log."""
+    rows = read(run / "events")
+    change(rows)
+    for name, lines in rows.items():
+        (run / "events" / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return {f.number for f in check(run) if f.held is False}
+
+
+def pick(rows: Rows, file: str, event: str, step: int | None = None, which: int = 0) -> dict[str, Any]:
+    return [r for r in rows[f"{file}.jsonl"] if r["event"] == event and step in (None, r["step"])][which]
+
+
+def test_a_real_history_holds_and_says_what_was_looked_at(run):
+    findings = check(run)
+    assert [f.number for f in findings] == list(INVARIANTS)
+    assert all(f.held for f in findings), findings
+    assert "12 of 12 commits" in findings[0].looked_at and "96 samples" in findings[2].looked_at
+
+
+def drop(file: str, event: str, step: int) -> Callable[[Rows], None]:
+    def change(rows: Rows) -> None:
+        rows[f"{file}.jsonl"].remove(pick(rows, file, event, step))
+
+    return change
+
+
+def put(file: str, event: str, step: int | None, **fields: Any) -> Callable[[Rows], None]:
+    return lambda rows: pick(rows, file, event, step).update(fields)
+
+
+def twice(file: str, event: str, step: int, **fields: Any) -> Callable[[Rows], None]:
+    def change(rows: Rows) -> None:
+        row = pick(rows, file, event, step)
+        rows[f"{file}.jsonl"].insert(rows[f"{file}.jsonl"].index(row) + 1, row | fields)
+
+    return change
+
+
+def another_hash(rows: Rows) -> None:
+    hashes = pick(rows, "lead", "verify")["hashes"]
+    hashes["1/0"] = "0" * 64
+
+
+def a_sample_again(rows: Rows) -> None:
+    pick(rows, "lead", "commit", 7)["samples"][0] = pick(rows, "lead", "commit", 6)["samples"][0]
+
+
+def work_of_the_dead(rows: Rows) -> None:
+    """The killed process votes in an epoch after the one it was expelled in."""
+    vote = pick(rows, "w1", "vote", 2)
+    rows["w1.jsonl"].append(vote | {"step": 3, "epoch": pick(rows, "w0", "vote", 3)["epoch"], "t_wall": rows["w1.jsonl"][-1]["t_wall"] + 1})
+
+
+def nothing_after_the_fault(rows: Rows) -> None:
+    at = pick(rows, "lead", "fault")["t_wall"]
+    for name in rows:
+        rows[name] = [r for r in rows[name] if r["t_wall"] <= at or r["event"] == "death"]
+
+
+CORRUPTIONS: list[tuple[str, Callable[[Rows], None], set[int]]] = [
+    ("a state hash differs", another_hash, {1}),
+    ("replicas voted for different totals", put("w0", "vote", 5, digest=1), {1}),
+    ("a commit is missing", drop("lead", "commit", 6), {2, 3}),
+    ("a step is committed twice", twice("lead", "commit", 6), {2}),
+    ("a member never applied", drop("w0", "apply", 6), {2}),
+    ("a member applied twice", twice("w0", "apply", 6), {2}),
+    ("the total of another epoch was applied", put("w0", "apply", 6, epoch=[1, 1]), {2}),
+    ("a skipped step was applied", put("lead", "commit", 6, kind="skip"), {2}),
+    ("a sample is used twice, another never", a_sample_again, {3}),
+    ("an epoch with two memberships", put("lead", "commit", 6, members=[0]), {4}),
+    ("an epoch goes back", put("lead", "commit", 7, next_epoch=[0, 9]), {4}),
+    ("an expelled process works on", work_of_the_dead, {4}),
+    ("the divisor is not the sum", put("lead", "commit", 5, divisor=1.0), {5}),
+    ("a vote with another divisor", put("w0", "vote", 5, divisor=1.0), {5}),
+    ("a slot counts twice", put("w0", "vote", 5, ledger=[0, 0, 1, 2]), {5}),
+    ("a slot was computed by nobody", put("w0", "computed", 6, slots=[0]), {5}),
+    ("a fault after which nothing happened", nothing_after_the_fault, {8}),
+    ("work done twice in one epoch", twice("w0", "computed", 6), {9}),
+]
+
+
+@pytest.mark.parametrize("change, broken", [c[1:] for c in CORRUPTIONS], ids=[c[0] for c in CORRUPTIONS])
+def test_a_corrupted_history_is_found(run, change, broken):
+    assert broken <= corrupt(run, change)
+
+
+def test_a_flipped_bit_in_the_newest_checkpoint_and_a_pointer_to_nothing_are_found(run):
+    data = next((run / "checkpoints" / "step-000012").rglob("*.safetensors"))
+    damaged = bytearray(data.read_bytes())
+    damaged[1000] ^= 1
+    data.write_bytes(bytes(damaged))
+    (finding,) = [f for f in check(run) if f.held is False]
+    assert finding.number == 7 and data.name in finding.counterexample
+    shutil.rmtree(run / "checkpoints")
+    assert {f.number for f in check(run) if f.held is False} == {7}
+
+
+def test_an_empty_history_proves_nothing(tmp_path):
+    (tmp_path / "events").mkdir()
+    assert {f.held for f in check(tmp_path)} <= {None, True}
+    assert [f.held for f in check(tmp_path) if f.number in (1, 2, 3, 4, 5, 7, 9)] == [None] * 7

@@ -1,0 +1,383 @@
+"""The parts of recovery on their own: real sockets, real process groups, real threads, no cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.processes import run_ranks
+
+from everstep.cluster.repair import Repair
+from everstep.config.schema import RecoveryConfig
+from everstep.errors import BadInput, DeadlineExceeded, LinkBroken, WorkerFailed
+from everstep.recovery import heal
+from everstep.recovery.commitlog import CommitLog
+from everstep.recovery.control import Control
+from everstep.recovery.coordinator import Coordinator, State
+from everstep.recovery.link import Link, Links
+from everstep.recovery.replica import ReplicaWorld
+from everstep.recovery.server import CoordinatorServer
+from everstep.recovery.transaction import Transaction
+from everstep.recovery.view import Epoch, Member, View
+from everstep.telemetry.events import EventLog
+
+never = lambda: False
+
+
+def until(condition, within_s: float = 5.0) -> bool:
+    end = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+# -- the coordinator's threads -------------------------------------------------------------------------------------------------
+
+
+def serve(folder: Path, replicas: int = 2, silence_s: float = 30.0) -> tuple[CoordinatorServer, list[Member]]:
+    log = CommitLog(folder / "commits.log")
+    server = CoordinatorServer(
+        Coordinator(log.incarnation), log, EventLog(folder / "lead.jsonl", "lead"), "secret", silence_s, 10.0, place=lambda w: (0, 0),
+        on_phase=lambda *a: None, on_death=lambda *a: None, on_record=lambda r: None,
+    )
+    return server, [Member(r, 0, (f"w{r}",)) for r in range(replicas)]
+
+
+def connect(server: CoordinatorServer, worker: str, heartbeat_s: float = 0.1) -> Control:
+    control = Control(server.address, "secret", worker, heartbeat_s)
+    assert until(lambda: server.connected(worker))
+    return control
+
+
+def test_a_rank_that_says_goodbye_is_no_death(tmp_path):
+    server, members = serve(tmp_path)
+    controls = [connect(server, w) for w in ("w0", "w1")]
+    server.open(members)
+    controls[1].close()
+    assert until(lambda: not server.connected("w1"))
+    time.sleep(0.2)
+    assert server.dead == {} and server.coordinator.view.replicas == (0, 1)
+    server.close()
+
+
+def test_a_rank_that_dies_between_its_formation_and_the_first_view_is_not_in_it_for_long(tmp_path):
+    server, members = serve(tmp_path)
+    controls = [connect(server, w) for w in ("w0", "w1")]
+    controls[1]._socket.shutdown(socket.SHUT_RDWR)  # what the kernel does when a process ends; close() would say goodbye
+    assert until(lambda: "w1" in server.dead)
+    server.open(members)
+    assert server.coordinator.view.replicas == (0,)
+    assert controls[0].wait_for(lambda rs: rs[-1] if rs[-1].view.replicas == (0,) else None, 5.0, "the view").view.replicas == (0,)
+    server.close()
+
+
+def test_a_rank_that_connects_late_is_told_the_latest_view(tmp_path):
+    server, members = serve(tmp_path)
+    server.open(members)
+    server.restart_at(7)
+    assert connect(server, "w0").latest.view.committed == 7
+    server.close()
+
+
+def test_a_commit_record_that_cannot_be_written_ends_the_run_and_is_told_to_nobody(tmp_path):
+    server, members = serve(tmp_path)
+    control = connect(server, "w0")
+    server.open(members)
+    first = control.latest
+    os.close(server._log._fd)  # the disk is gone
+    server._log._fd = os.open("/dev/full", os.O_WRONLY)
+    server.expel("w1", "killed")
+    with pytest.raises(WorkerFailed, match="could not be written"):
+        server.wait(lambda c: True, 1.0)
+    server.expel("w0", "killed too")  # nothing is decided any more
+    assert control._records == [first]
+    server.close()
+
+
+def test_nonsense_on_the_channel_ends_the_run(tmp_path):
+    server, members = serve(tmp_path)
+    control = connect(server, "w0")
+    server.open(members)
+    control._send({"type": "vote"})
+    with pytest.raises(WorkerFailed, match="listening to a rank: KeyError"):
+        server.wait(lambda c: False, 5.0)
+    server.close()
+
+
+def test_closing_the_coordinator_ends_its_threads_and_frees_its_port(tmp_path):
+    before = set(threading.enumerate())
+    server, members = serve(tmp_path, silence_s=1.0)
+    control = connect(server, "w0")
+    server.open(members)
+    server.close()
+    control.close()
+    assert until(lambda: set(threading.enumerate()) <= before)
+
+
+def test_after_a_pause_of_its_own_the_coordinator_expels_nobody(tmp_path):
+    """Ctrl-Z and fg, or a frozen container: everybody was silent, for all it knows."""
+    results = run_ranks(_stopped_coordinator, 2, str(tmp_path), join=False, deadline_s=30)
+    assert results[0] == {}
+
+
+def _stopped_coordinator(rank: int, folder: str) -> dict | None:
+    pid = Path(folder) / "pid"
+    if rank == 1:
+        assert until(pid.exists, 20.0)
+        time.sleep(1.0)
+        coordinator, ranks = map(int, pid.read_text().split())
+        for process in (coordinator, ranks):
+            os.kill(process, signal.SIGSTOP)
+        time.sleep(2.5)
+        os.kill(coordinator, signal.SIGCONT)
+        time.sleep(0.5)
+        os.kill(ranks, signal.SIGCONT)
+        return None
+    server, members = serve(Path(folder), silence_s=1.5)
+    server.open(members)
+    child = os.fork()
+    if child == 0:  # two ranks that speak every 0.2 s
+        controls = [Control(server.address, "secret", w, 0.2) for w in ("w0", "w1")]
+        time.sleep(30.0)  # ended from outside
+        os._exit(len(controls))
+    (Path(folder) / "pid.tmp").write_text(f"{os.getpid()} {child}")
+    (Path(folder) / "pid.tmp").rename(pid)
+    assert until(lambda: server.connected("w0") and server.connected("w1"))
+    time.sleep(5.0)
+    dead = dict(server.dead)
+    server.close()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return dead
+
+
+# -- repair -----------------------------------------------------------------------------------------------------------------
+
+
+class Launcher:
+    """What repair asks of the launcher, written down."""
+
+    def __init__(self, fails: list[dict[str, str]] | None = None):
+        self.formed: list[list[str]] = []
+        self.announced: list[Member] = []
+        self.confirmed: list[str] = []
+        self._fails = fails or []
+        self.hold = threading.Event()
+        self.hold.set()
+
+    def confirm_dead(self, worker):
+        self.hold.wait(5.0)
+        if worker == "unkillable":
+            raise KeyError("a bug")
+        self.confirmed.append(worker)
+
+    def form(self, formations):
+        self.formed.append([worker for worker, _ in formations])
+        return self._fails.pop(0) if self._fails else {}
+
+    def expel(self, worker, cause): ...
+
+    def announce(self, member):
+        self.announced.append(member)
+
+    def note(self, event, **fields): ...
+
+
+def repair(launcher: Launcher, spares: list[str]) -> Repair:
+    return Repair(launcher, {r: Member(r, 0, (f"{r}a", f"{r}b")) for r in range(2)}, spares, lambda: False)
+
+
+def test_all_ranks_of_a_replica_that_died_together_are_replaced_in_one_formation():
+    launcher = Launcher()
+    launcher.hold.clear()
+    r = repair(launcher, ["s1", "s2"])
+    r.worker_died("0a")  # the thread takes it; the next ones arrive while it confirms
+    r.worker_died("1a")
+    r.worker_died("1b")
+    assert r.hopeful(["1a", "1b"])
+    launcher.hold.set()
+    assert until(lambda: not r.hopeful(["0a", "1a", "1b"]))
+    assert [m.workers for m in launcher.announced] == [("s1", "0b")]  # one spare is left for two gaps
+    r.close()
+
+
+def test_a_spare_that_dies_while_a_replica_forms_costs_that_spare_alone():
+    launcher = Launcher(fails=[{"s1": "killed"}])
+    r = repair(launcher, ["s1", "s2"])
+    r.worker_died("1a")
+    assert until(lambda: not r.hopeful(["1a"]))
+    assert launcher.formed == [["s1", "1b"], ["s2", "1b"]]
+    assert launcher.announced == [Member(1, 2, ("s2", "1b"))] and launcher.confirmed == ["1a", "s1"]
+    r.close()
+
+
+def test_whatever_happens_in_repair_is_told():
+    launcher = Launcher()
+    r = repair(launcher, ["s1"])
+    r.worker_died("unkillable")
+    assert until(lambda: r.failure is not None)
+    assert isinstance(r.failure, WorkerFailed) and "KeyError" in str(r.failure)
+    r.worker_died("1a")  # and the thread lives on
+    assert until(lambda: bool(launcher.announced))
+    r.close()
+
+
+# -- heal -------------------------------------------------------------------------------------------------------------------
+
+
+class Numbers:
+    """A state of two tensors, and a third one if it has a reference."""
+
+    def __init__(self, value: float, version: int | None, reference: bool):
+        self.version = version
+        self._all = {"weights": torch.full((5,), value), "reference": torch.full((3,), value)}
+        self.reference = reference
+
+    def tensors(self):
+        return {k: t for k, t in self._all.items() if self.reference or k != "reference"}
+
+    def scalars(self):
+        return {"reference": self.reference}
+
+    def load_scalars(self, scalars):
+        self.reference = scalars["reference"]
+
+
+def healed(source: Numbers, joiner: Numbers) -> heal.Healed:
+    store = dist.HashStore()
+    sender = threading.Thread(
+        target=lambda: heal.send(heal.HealStream("x", store, 10.0, never).serve("127.0.0.1"), source, 4), daemon=True
+    )
+    sender.start()
+    with heal.HealStream("x", store, 10.0, never) as stream:
+        result = heal.receive(stream.join(), joiner, 4)
+    sender.join(5.0)
+    assert not sender.is_alive()
+    return result
+
+
+@pytest.mark.parametrize("version", [None, 3, 4])
+def test_a_joiner_gets_the_reference_model_that_was_made_while_it_was_away(version):
+    """Even if its weights are those of the version already."""
+    joiner = Numbers(2.0, version, reference=False)
+    assert healed(Numbers(7.0, 4, reference=True), joiner).nbytes == 32
+    assert joiner.version == 4 and joiner.reference
+    assert all(bool((t == 7.0).all()) for t in joiner.tensors().values())
+
+
+def test_a_joiner_that_holds_the_version_receives_nothing():
+    joiner = Numbers(2.0, 4, reference=True)
+    assert healed(Numbers(7.0, 4, reference=True), joiner).nbytes == 0
+    assert joiner.version == 4 and bool((joiner.tensors()["weights"] == 2.0).all())
+
+
+def test_ranks_of_a_replica_heal_together_or_leave_together(tmp_path):
+    """Otherwise one computes, and waits in a collective for one that waits for the next view."""
+    broken = run_ranks(_half_healed, 2, str(tmp_path), deadline_s=40)
+    assert "closed the connection" in broken[1] or "is gone" in broken[1]
+    assert broken[0] == "another rank of this replica was not healed"
+
+
+def _half_healed(rank: int, folder: str) -> str:
+    """Replica 1 (both processes) heals from replica 0 (a thread in each): the source of rank 1 ends in the middle."""
+    world = dist.group.WORLD
+    address: list = [None]
+    if rank == 0:
+        server, _ = serve(Path(folder))
+        address = [server.address]
+    dist.broadcast_object_list(address, group=world)
+    control = Control(address[0], "secret", f"1{'ab'[rank]}", 0.5)
+    view = View(Epoch(1, 2), (Member(0, 0, ("0a", "0b")), Member(1, 1, ("1a", "1b"))), frozenset({1}), 4, "l#1")
+    store = dist.HashStore()
+    state = Numbers(0.0, None, False)
+    events = EventLog(Path(folder) / f"w{rank}.jsonl", f"w{rank}")
+    transaction = Transaction(
+        RecoveryConfig(), 1, rank, f"1{'ab'[rank]}", control, Links(lambda n, r: None, 1.0), ReplicaWorld("1", 2, 20.0, never), store,  # type: ignore[arg-type,return-value]
+        state, events,
+    )
+
+    def source() -> None:
+        with heal.HealStream(transaction._stream_name(view, 1), store, 10.0, never) as stream:
+            stream.serve("127.0.0.1")
+            if rank == 0:
+                heal.send(stream, Numbers(7.0, 4, False), 4)
+
+    threading.Thread(target=source, daemon=True).start()
+    try:
+        transaction._heal(view, never)
+    except LinkBroken as error:
+        dist.barrier()
+        return str(error)
+    return "healed"
+
+
+# -- links ------------------------------------------------------------------------------------------------------------------
+
+
+def _link(rank: int, name: str, timeout_s: float) -> Link:
+    port = int(os.environ["EVERSTEP_TEST_STORE_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+    return Link(name, (0, 1), rank, 0, store, torch.device("cpu"), timeout_s)
+
+
+def test_a_reduce_waits_for_a_slow_member_longer_than_a_link_takes_to_form():
+    assert run_ranks(_late, 2, join=False) == [2.0, 2.0]
+
+
+def _late(rank: int) -> float:
+    link = _link(rank, "slow", 1.0)
+    time.sleep(2.0 * rank)
+    return float(link.sum([torch.ones(1)], never, 30.0)[0])
+
+
+def test_a_reduce_that_nobody_joins_ends_at_its_deadline_and_giving_the_link_up_takes_no_time():
+    waited, dropped = run_ranks(_alone, 2, join=False)[0]
+    assert 0.9 < waited < 2.0 and dropped < 0.5
+
+
+def _alone(rank: int) -> tuple[float, float]:
+    link = _link(rank, "alone", 10.0)
+    if rank == 1:
+        time.sleep(3.0)  # computes, and does not look
+        return 0.0, 0.0
+    asked = time.monotonic()
+    with pytest.raises((DeadlineExceeded, LinkBroken)):
+        link.sum([torch.ones(1)], lambda: time.monotonic() - asked > 1.0, 30.0)
+    gave_up = time.monotonic()
+    link.drop()
+    return gave_up - asked, time.monotonic() - gave_up
+
+
+def test_a_link_that_was_built_for_a_rank_that_left_is_dropped():
+    built = threading.Event()
+    link = Link("x#1", (0,), 0, 0, dist.HashStore(), torch.device("cpu"), 1.0)
+
+    def build(name, replicas):
+        built.wait(5.0)
+        return link
+
+    links, ready = Links(build, 1.0), []
+    links.build_in_background("x#1", (0,), never, lambda: ready.append(1))
+    links.drop_all()
+    built.set()
+    assert until(lambda: not any(t.name == "link-x#1" for t in threading.enumerate()))
+    assert ready == [] and links._links == {}
+
+
+def test_the_lease_of_a_closed_log_is_free(tmp_path):
+    server, _ = serve(tmp_path)
+    with pytest.raises(BadInput):
+        CommitLog(tmp_path / "commits.log")
+    server.close()
+    CommitLog(tmp_path / "commits.log").close()
+    assert server.coordinator.state is State.FORMING

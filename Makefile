@@ -22,6 +22,8 @@ endif
 
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED = 1
+# Where the environment forbids it to keep bytecode, every one of the many processes would compile all that it imports.
+export PYTHONDONTWRITEBYTECODE =
 
 # Two replicas and a spare need a device each: three GPUs, or else the CPU.
 DEMO_DEVICE ?= $(shell [ "$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')" -ge 3 ] && echo cuda || echo cpu)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from everstep.errors import BadInput, DeadlineExceeded, InvariantViolated
 from everstep.recovery.commitlog import CommitLog, read
-from everstep.recovery.coordinator import MAX_LINK_FAILURES, MAX_MISMATCHES, Coordinator, State
+from everstep.recovery.coordinator import MAX_LINK_FAILURES, MAX_MISMATCHES, Coordinator, Mode, State
 from everstep.recovery.view import Epoch, Kind, Member, Outcome, Record, Vote, assign
 
 
@@ -22,8 +22,8 @@ def vote(worker: str, c: Coordinator, **changes: object) -> Vote:
     return Vote(**(fields | changes))
 
 
-def opened(replicas: int = 2, ranks: int = 1, minimum: int = 1) -> Coordinator:
-    c = Coordinator(1, 0, minimum)
+def opened(replicas: int = 2, ranks: int = 1, minimum: int = 1, mode: Mode = Mode.SALVAGE, standbys: int = 0) -> Coordinator:
+    c = Coordinator(1, 0, minimum, mode, standbys)
     c.open([member(r, ranks) for r in range(replicas)])
     c.begin(1, ("s0", "s1"))
     return c
@@ -270,9 +270,119 @@ def test_a_checkpoint_can_be_entered_only_before_the_first_step():
         c.restart_at(10)
 
 
+def acknowledge(c: Coordinator) -> list[Record]:
+    """Every rank concerned builds the link that is in construction."""
+    assert c.build is not None
+    build = c.build
+    return [r for w in sorted(w for m in build.members for w in m.workers) for r in c.link_ready(w, build.link_id)]
+
+
+def test_commits_deal_the_next_step_and_a_death_between_steps_does_not_deal_it_anew():
+    """Rule 1: otherwise A begins under the old view and B under the new one, and both hold the same slots."""
+    c = opened(3)
+    commit = commit_step(c)
+    assert commit.view.deal.replicas == (0, 1, 2)
+    c.begin(2, ())
+    (view,) = c.death("1.0.0", "killed")
+    assert view.view.deal == commit.view.deal and view.view.replicas == (0, 2)
+
+
+@pytest.mark.parametrize(("mode", "dealt"), [(Mode.SALVAGE, (0, 1, 2)), (Mode.RETRY, (0, 2)), (Mode.WAIT, ())])
+def test_what_a_death_leaves_of_the_deal(mode, dealt):
+    c = opened(3, mode=mode)
+    before = c.view.deal
+    (record,) = c.death("1.0.0", "killed")
+    assert record.view.deal.replicas == dealt
+    assert (record.view.deal.number > before.number) == (mode is not Mode.SALVAGE)
+
+
+def test_waiting_for_a_spare_deals_to_all_again_the_joiner_included():
+    c = opened(2, mode=Mode.WAIT)
+    c.death("1.0.0", "killed")
+    assert c.state is State.HELD and c.vote(vote("0.0.0", c)) == []
+    c.joiner(member(1, build=1))
+    (record,) = acknowledge(c)
+    assert record.view.deal.replicas == (0, 1) and record.view.healing == {1} and c.state is State.VOTING
+    assert commit_step(c).view.deal.replicas == (0, 1)
+
+
+@pytest.mark.parametrize("what", ["mismatch", "not finite", "doubled slot"])
+def test_contradictions_empty_every_ledger(what):
+    c = opened(2)
+    before = c.view.deal.number
+    if what == "doubled slot":
+        (record,) = c.link_failed(c.view.link_id, "slot 1 is held twice", void=True)
+    else:
+        a, b = workers(c)
+        c.vote(vote(a, c, finite=what == "mismatch"))
+        (record,) = c.vote(vote(b, c, **({"digest": 3} if what == "mismatch" else {"finite": False})))
+    assert record.kind is Kind.VIEW and record.view.deal.number == before + 1 and record.view.deal.replicas == (0, 1)
+
+
+def test_a_flapping_link_leaves_the_ledgers_alone():
+    c = opened(2)
+    (record,) = c.link_failed(c.view.link_id, "flap")
+    assert record.view.deal.number == 1
+
+
+def test_standbys_are_built_one_by_one_for_each_that_may_die_and_a_death_takes_its_own():
+    c = Coordinator(1, 0, 1, Mode.SALVAGE, standbys_up_to=3)
+    _, build = c.open([member(r) for r in range(3)])
+    c.begin(1, ())
+    built = {}
+    for _ in range(3):
+        built[build.view.replicas] = build.view.link_id
+        more = acknowledge(c)
+        build = more[0] if more else None
+    assert build is None and sorted(built) == [(0, 1), (0, 2), (1, 2)]
+    commit = commit_step(c)
+    assert set(commit.view.links) == set(built.values())
+    c.begin(2, ())
+    (view,) = c.death("1.0.0", "killed")
+    assert view.view.link_id == built[0, 2] and view.view.link_ready and view.view.links == ()
+    (flap,) = c.link_failed(view.view.link_id, "flap")
+    assert flap.view.link_id != built[0, 2] and not flap.view.link_ready  # never used again
+
+
+def test_a_standby_that_one_rank_never_acknowledged_is_not_named():
+    c = Coordinator(1, 0, 1, Mode.SALVAGE, standbys_up_to=3)
+    _, build = c.open([member(r) for r in range(3)])
+    c.begin(1, ())
+    c.link_ready("0.0.0", build.view.link_id)  # of (1, 2): not one of its members
+    c.link_ready("1.0.0", build.view.link_id)
+    records = c.death("0.0.0", "killed")
+    assert not records[0].view.link_ready and records[0].view.replicas == (1, 2)
+
+
+def test_a_standby_that_is_not_finished_in_time_is_given_up_and_the_next_one_is_built():
+    c = Coordinator(1, 0, 1, Mode.SALVAGE, standbys_up_to=3)
+    _, first = c.open([member(r) for r in range(3)])
+    (second,) = c.build_expired()
+    assert second.view.replicas != first.view.replicas
+    acknowledge(c)
+    acknowledge(c)
+    assert c.build is None and len(c.standbys) == 2
+
+
+def test_a_joiner_comes_before_standbys_and_the_link_without_it_serves_if_it_dies():
+    c = Coordinator(1, 0, 1, Mode.SALVAGE, standbys_up_to=3)
+    c.open([member(r) for r in range(3)])
+    c.begin(1, ())
+    c.death("2.0.0", "killed")
+    (build,) = c.joiner(member(2, build=1))
+    assert build.view.replicas == (0, 1, 2)
+    acknowledge(c)
+    before = c.view.link_id
+    record = commit_step(c)
+    assert record.view.healing == {2} and before in record.view.links
+    c.begin(2, ())
+    records = c.death("2.1.0", "killed while it heals")
+    assert records[0].view.link_id == before and records[0].view.link_ready
+
+
 @given(slots=st.integers(1, 64), members=st.sets(st.integers(0, 9), min_size=1, max_size=6))
 def test_every_slot_has_exactly_one_owner_and_shares_differ_by_at_most_one(slots, members):
-    shares = assign(slots, sorted(members))
+    shares = assign(range(slots), sorted(members))
     assert sorted(s for share in shares.values() for s in share) == list(range(slots))
     sizes = [len(share) for share in shares.values()]
     assert max(sizes) - min(sizes) <= 1 and shares.keys() == members
@@ -285,18 +395,21 @@ EVENTS = st.lists(
 
 
 @settings(max_examples=300, deadline=None)
-@given(events=EVENTS, ranks=st.integers(1, 2), replicas=st.integers(1, 4), minimum=st.integers(1, 2))
-def test_under_any_interleaving_the_log_keeps_the_invariants(events, ranks, replicas, minimum):
+@given(events=EVENTS, ranks=st.integers(1, 2), replicas=st.integers(1, 4), minimum=st.integers(1, 2), mode=st.sampled_from(Mode))
+def test_under_any_interleaving_the_log_keeps_the_invariants(events, ranks, replicas, minimum, mode):
     """Epochs strictly grow with membership; commits are contiguous, once each, only of votes of all ranks that it binds; a joiner
-    never enters without every acknowledgement; a view never holds a dead worker."""
-    minimum = min(minimum, replicas)
-    c = Coordinator(3, 0, minimum)
+    never enters without every acknowledgement; a view never holds a dead worker; a link that a view calls ready was built by every
+    rank of its members, or was in use, and serves in one view; a deal is repeated until it is replaced by one with a higher number;
+    in salvage mode a death, a joiner or a flap never replaces it; in wait mode slots are dealt to all replicas or to nobody."""
+    minimum = replicas if mode is Mode.WAIT else min(minimum, replicas)
+    c = Coordinator(3, 0, minimum, mode, standbys_up_to=4)
     log = c.open([member(r, ranks) for r in range(replicas)])
     c.begin(1, ("s1",))
     dead: set[str] = set()
     builds = {r: 0 for r in range(replicas)}
     acked: dict[str, set[str]] = {}
     links: dict[str, frozenset[str]] = {}
+    in_use, voided = {c.view.link_id}, set()
     for kind, number in events:
         if c.state is State.LOST:
             break
@@ -313,23 +426,23 @@ def test_under_any_interleaving_the_log_keeps_the_invariants(events, ranks, repl
                     break
                 voted.add(worker)
             case "death":
-                everyone = sorted({w for m in (*c.view.members, *c.waiting) for w in m.workers}
-                                  | ({w for w in c.joining.member.workers} if c.joining else set()))
+                building = [c.build.joiner] if c.build and c.build.joiner else []
+                everyone = sorted({w for m in (*c.view.members, *c.waiting, *building) for w in m.workers})
                 worker = everyone[number % len(everyone)]
                 dead.add(worker)
                 records = c.death(worker, "killed")
             case "join":
                 known = set(c.view.replicas) | {m.replica for m in c.waiting}
-                known |= {c.joining.member.replica} if c.joining else set()
+                known |= {c.build.joiner.replica} if c.build and c.build.joiner else set()
                 missing = [r for r in range(replicas) if r not in known]
                 if missing:
                     builds[missing[0]] += 1
                     records = c.joiner(member(missing[0], ranks, builds[missing[0]]))
-            case "ack" if c.joining:
-                todo = sorted({w for m in c.joining.members for w in m.workers} - c.joining.acknowledged)
+            case "ack" if c.build:
+                todo = sorted({w for m in c.build.members for w in m.workers} - c.build.acknowledged)
                 if todo:
-                    acked.setdefault(c.joining.link_id, set()).add(todo[0])
-                    records = c.link_ready(todo[0], c.joining.link_id)
+                    acked.setdefault(c.build.link_id, set()).add(todo[0])
+                    records = c.link_ready(todo[0], c.build.link_id)
             case "expire":
                 records = c.build_expired()
             case "flap":
@@ -349,10 +462,23 @@ def test_under_any_interleaving_the_log_keeps_the_invariants(events, ranks, repl
                     assert record.outcome is Outcome.APPLY
                 c.begin(record.step + 1, (f"s{record.step + 1}",))
             if record.kind is not Kind.BUILD:
-                if record.view.link_ready:
-                    assert acked[record.view.link_id] == links[record.view.link_id]
-                if record.view.members != before.members:
-                    assert record.view.epoch > before.epoch
+                view = record.view
+                if view.link_ready and view.link_id != before.link_id and view.link_id not in in_use:
+                    assert acked[view.link_id] == links[view.link_id] == view.workers
+                if view.link_id != before.link_id:
+                    assert view.link_id not in voided
+                    voided |= {before.link_id} if record.kind is Kind.VIEW else set()
+                in_use.add(view.link_id)
+                if view.members != before.members:
+                    assert view.epoch > before.epoch
+                assert (view.deal == before.deal) != (view.deal.number == before.deal.number + 1)
+                if mode is Mode.SALVAGE and record.kind is Kind.VIEW and kind in ("death", "ack", "flap"):
+                    assert view.deal == before.deal
+                if mode is Mode.WAIT:
+                    assert view.deal.replicas in ((), tuple(range(replicas)))
+                    assert bool(view.deal.replicas) == (len(view.members) == replicas)
+                else:
+                    assert view.deal.replicas or c.state is State.LOST
         log += records
         assert not c.view.workers & dead
         assert [r.number for r in log] == list(range(1, len(log) + 1))

@@ -30,7 +30,7 @@ from everstep.telemetry.events import (
 
 
 def commit(log: EventLog, step: int, **more: object) -> None:
-    fields = {"kind": "apply", "members": [0, 1], "samples": [f"0/{step}"], "divisor": 17.0} | more
+    fields = {"kind": "apply", "members": [0, 1], "samples": [f"0/{step}"], "divisor": 17.0, "deal": 4, "dealt": [0, 1]} | more
     log.emit("commit", step=step, epoch=1, **fields)
 
 
@@ -54,7 +54,7 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_epochs_of_two_parts_survive_and_compare(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "lead.jsonl", "lead")
     for epoch in [(1, 9), (2, 1)]:
-        log.emit("view", epoch=epoch, members=[0], cause="death")
+        log.emit("view", epoch=epoch, members=[0], cause="death", deal=1, dealt=[0])
     first, second = read_events(tmp_path)
     assert first.epoch == (1, 9) and epoch_key(first.epoch) < epoch_key(second.epoch)
     assert epoch_key(None) < epoch_key(0) < epoch_key(3)
@@ -64,8 +64,8 @@ def test_epochs_of_two_parts_survive_and_compare(tmp_path: Path) -> None:
     ("event", "header", "fields", "says"),
     [
         ("comit", {}, {}, "did you mean 'commit'"),
-        ("view", {"epoch": 1}, {"members": [0]}, "lacks cause"),
-        ("view", {}, {"members": [0], "cause": "x"}, "lacks epoch"),
+        ("view", {"epoch": 1}, {"members": [0], "deal": 1, "dealt": [0]}, "lacks cause"),
+        ("view", {}, {"members": [0], "cause": "x", "deal": 1, "dealt": [0]}, "lacks epoch"),
         ("verify", {"epoch": 1}, {"equal": True, "hashes": {}}, "lacks step"),
         ("delete", {}, {"path": "x", "pid": 3}, "pid is set by the log itself"),
     ],
@@ -225,7 +225,7 @@ def _child(path: Path) -> None:
     step = 0
     while True:
         step += 1
-        log.emit("compute", step=step, epoch=1, replica=0, rank=0, slots=list(range(64)))
+        log.emit("compute", step=step, epoch=1, replica=0, rank=0, slots=list(range(64)), deal=1, salvage=False)
 
 
 def test_sigkill_loses_nothing_but_the_line_being_written(tmp_path: Path) -> None:

@@ -108,8 +108,13 @@ CORRUPTIONS: list[tuple[str, Callable[[Rows], None], set[int]]] = [
     ("a vote with another divisor", put("w0", "vote", 5, divisor=1.0), {5}),
     ("a slot counts twice", put("w0", "vote", 5, ledger=[0, 0, 1, 2]), {5}),
     ("a slot was computed by nobody", put("w0", "computed", 6, slots=[0]), {5}),
+    ("two members hold one slot", put("w0", "vote", 2, held=[0, 1, 2]), {5}),
+    ("nobody holds a slot of the total", put("w0", "vote", 2, held=[0]), {5}),
     ("a fault after which nothing happened", nothing_after_the_fault, {8}),
-    ("work done twice in one epoch", twice("w0", "computed", 6), {9}),
+    ("work done twice in one epoch", twice("w0", "compute", 6), {9}),
+    ("slots of a living replica were salvaged", put("w0", "compute", 2, slots=[0, 1, 2, 3], salvage=True), {9}),
+    ("slots were computed that were dealt to another", put("w0", "compute", 2, slots=[1, 3]), {9}),
+    ("slots were salvaged before their owner died", lambda rows: pick(rows, "lead", "death").update(step=4), {9}),
 ]
 
 

@@ -26,7 +26,7 @@ from everstep.recovery.link import Link, Links
 from everstep.recovery.replica import ReplicaWorld
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.transaction import Transaction
-from everstep.recovery.view import Epoch, Member, View
+from everstep.recovery.view import Epoch, Kind, Member, Record, View
 from everstep.telemetry.events import EventLog
 
 never = lambda: False
@@ -367,7 +367,8 @@ def test_a_link_that_was_built_for_a_rank_that_left_is_dropped():
         return link
 
     links, ready = Links(build, 1.0), []
-    links.build_in_background("x#1", (0,), never, lambda: ready.append(1))
+    view = View(Epoch(1, 1), (Member(0, 0, ("0a",)),), frozenset(), 0, "x#1")
+    links.build_in_background(Record(1, Kind.BUILD, view), never, lambda: ready.append(1))
     links.drop_all()
     built.set()
     assert until(lambda: not any(t.name == "link-x#1" for t in threading.enumerate()))

@@ -46,21 +46,21 @@ class Story:
         self.view([0, 1], "start")
 
     def view(self, members: list[int], cause: str) -> None:
-        self.lead.emit("view", epoch=self.epoch, members=members, cause=cause)
+        self.lead.emit("view", epoch=self.epoch, members=members, cause=cause, deal=self.epoch, dealt=members)
 
     def begin(self, step: int, **more: object) -> None:
         samples = [f"0/{(step - 1) * SAMPLES + i}" for i in range(SAMPLES)]
         self.lead.emit("begin", step=step, epoch=self.epoch, members=[0, 1], **({"samples": samples} | more))
 
     def compute(self, step: int, replica: int, slots: list[int], seconds: float = 1.0) -> None:
-        where = {"step": step, "epoch": self.epoch, "replica": replica, "rank": 0, "slots": slots}
+        where = {"step": step, "epoch": self.epoch, "replica": replica, "rank": 0, "slots": slots, "deal": self.epoch, "salvage": False}
         self.ranks[replica].emit("compute", **where)
         self.now += seconds
         self.ranks[replica].emit("computed", **where, seconds=seconds)
 
     def commit(self, step: int, members: list[int], kind: str = "apply", **more: object) -> None:
         samples = [f"0/{(step - 1) * SAMPLES + i}" for i in range(SAMPLES)]
-        fields = {"kind": kind, "members": members, "samples": samples, "divisor": 8.0} | more
+        fields = {"kind": kind, "members": members, "samples": samples, "divisor": 8.0, "deal": self.epoch, "dealt": members} | more
         self.lead.emit("commit", step=step, epoch=self.epoch, **fields)
         for replica in members:
             self.ranks[replica].emit(kind, step=step, epoch=self.epoch, replica=replica, rank=0)
@@ -105,7 +105,7 @@ def kill_and_rejoin(story: Story) -> None:
     story.commit(3, [0])  # +2.40
     story.epoch = 3
     story.begin(4)
-    story.ranks[1].emit("compute", step=4, epoch=3, replica=1, rank=0, slots=[])  # healing
+    story.ranks[1].emit("compute", step=4, epoch=3, replica=1, rank=0, slots=[], deal=3, salvage=False)  # healing
     story.compute(4, 0, [0, 1, 2, 3], seconds=1.6)
     story.commit(4, [0, 1])
     story.lead.emit("join", step=4, epoch=3, replica=1, members=[0, 1])  # +4.00
@@ -151,6 +151,19 @@ def test_all_survivors_must_compute_again(story: Story) -> None:
     story.compute(1, 2, [1, 3])
     (recovery,) = recoveries(story.events)
     assert recovery.stall_s == pytest.approx(0.75)  # replica 2 came last
+
+
+def test_a_survivor_that_was_computing_is_idle_only_from_the_end_of_that(story: Story) -> None:
+    """It learns of the death at its reduce, and what it has computed by then counts: it was of use all the time."""
+    story.start()
+    story.begin(1)
+    story.kill(1)
+    story.ranks[0].emit("computed", step=1, epoch=1, replica=0, rank=0, slots=[0, 2], deal=1, salvage=False, seconds=1.0)
+    story.now += 0.03
+    story.epoch = 2
+    story.ranks[0].emit("reduce", step=1, epoch=2, replica=0, rank=0)
+    (recovery,) = recoveries(story.events)
+    assert recovery.stall_s == pytest.approx(0.03)
 
 
 def test_the_death_of_a_spare_and_of_a_replica_already_out_stall_nobody(story: Story) -> None:

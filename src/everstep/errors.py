@@ -52,6 +52,10 @@ class LinkBroken(EverstepError):
     """A collective over the link failed or was overtaken by a newer view. Never leaves the step transaction."""
 
 
+class LedgersDiffer(LinkBroken):
+    """The members' ledgers contradict each other (a slot counts twice, ranks of a replica hold different ones): all are void."""
+
+
 class Fenced(EverstepError):
     """This process holds an older epoch than the coordinator; it must stop contributing at once."""
 

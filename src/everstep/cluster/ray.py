@@ -57,7 +57,7 @@ from everstep.errors import (
     ReplicaBroken,
 )
 from everstep.recovery.commitlog import CommitLog
-from everstep.recovery.coordinator import Coordinator, State
+from everstep.recovery.coordinator import Coordinator, Mode, State
 from everstep.recovery.faults import FaultInjector
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Member, Record
@@ -105,7 +105,10 @@ class RayGroup:
         host = ray.util.get_node_ip_address() if config.ray.address else "127.0.0.1"
         log = CommitLog(self._run_dir.path / "commits.log")
         # Without recovery the first death leaves fewer replicas than the run needs.
-        coordinator = Coordinator(log.incarnation, 0, recovery.min_replicas if recovery.enabled else self.layout.replicas)
+        coordinator = Coordinator(
+            log.incarnation, 0, recovery.min_replicas if recovery.enabled else self.layout.replicas, Mode(recovery.mode),
+            recovery.standby_links_up_to if recovery.enabled else 0,
+        )
         token = secrets.token_hex(16)
         self._server = CoordinatorServer(
             coordinator, log, self._events, token, recovery.silence_s, 2 * recovery.link_timeout_s,
@@ -399,7 +402,8 @@ class RayGroup:
     def _repair_hopeful(self) -> bool:
         coordinator = self.server.coordinator
         repairing = self._repair and self._repair.hopeful(list(self.server.dead))
-        return bool(repairing or coordinator.joining or coordinator.waiting)
+        joining = coordinator.build and coordinator.build.joiner
+        return bool(repairing or joining or coordinator.waiting)
 
     def _is_death(self, worker: str, member: Member, error: RayError) -> bool:
         """Whether this error tells of a death (the worker's own, or one in its replica) rather than of a failed call.

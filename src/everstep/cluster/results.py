@@ -32,11 +32,10 @@ def combine(
     for report in reports:
         for phase, spent in report.seconds.items():
             seconds[phase] = max(seconds.get(phase, 0.0), spent)
-    computed = sum(r.slots_computed for r in per_replica)
     return StepResult(
         step=step, applied=first.outcome is Outcome.APPLY, loss=ratios.pop("loss"), divisor=first.sums[0],
         grad_norm=first.grad_norm, lr=lr, metrics=ratios, seconds=seconds, attempts=max(r.attempts for r in reports),
-        slots=slots, slots_redone=max(0, computed - slots), members=view.contributors,
+        slots=slots, slots_redone=sum(r.slots_redone for r in per_replica), members=view.contributors,
     )
 
 

@@ -30,9 +30,10 @@ from everstep.engine.step import Engine
 from everstep.errors import DeadlineExceeded, EverstepError, ReplicaBroken, WorkerFailed
 from everstep.layout import Position
 from everstep.recovery.control import Control
+from everstep.recovery.ledger import Contribution
 from everstep.recovery.link import Link, Links
 from everstep.recovery.replica import ReplicaWorld
-from everstep.recovery.transaction import Contribution, StepReport, Total, Transaction
+from everstep.recovery.transaction import StepReport, Total, Transaction
 from everstep.recovery.view import Kind, Record
 from everstep.rl.rollout.transformers import Sampling, TransformersRollout
 from everstep.telemetry.events import EventLog
@@ -283,9 +284,7 @@ class Worker:
             links = self._links
             if member and links:
                 name, number = record.view.link_id, record.number
-                links.build_in_background(
-                    name, record.view.replicas, lambda: self.control.build_after(number), lambda: self.control.link_ready(name)
-                )
+                links.build_in_background(record, lambda: self.control.build_after(number), lambda: self.control.link_ready(name))
         elif member and (member.replica, member.build) == formation.life:
             self._entered.set()
         elif self._entered.is_set() and self.device.type == "cuda" and self._state:

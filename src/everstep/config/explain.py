@@ -30,6 +30,7 @@ UNIT_SUFFIXES = {
 RATIO = "none (a ratio)"
 UNITS = {
     "seed": "none",
+    "recovery.standby_links_up_to": "replicas",
     "layout.tp": "ranks",
     "layout.pp": "ranks",
     "layout.dp": "ranks",

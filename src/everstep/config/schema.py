@@ -280,7 +280,22 @@ class RecoveryConfig(Section):
         True,
         description="false: the first death of a rank ends the run, resumable; nothing is repaired.",
     )
-    mode: Literal["retry"] = Field("retry", description="After a death survivors void the step and recompute all of it together.")
+    mode: Literal["salvage", "retry", "wait"] = Field(
+        "salvage",
+        description="After a death in a step, `salvage`: survivors keep what they computed and compute only what died; `retry`: they "
+        "compute all of it together, anew; `wait`: they wait for a spare and compute what each would have computed without the death.",
+    )
+    exact: bool = Field(
+        False,
+        description="Keep each slot's gradient by itself and add them in a fixed order: the weights are then bitwise independent of "
+        "deaths. Costs 4 bytes per parameter and slot; for proofs, not for speed. Needs engine.deterministic on GPUs.",
+    )
+    standby_links_up_to: int = Field(
+        8,
+        ge=0,
+        description="With at most this many replicas a link is kept ready for each one that may die (one communicator each); with "
+        "more, or 0, survivors form a link after the death.",
+    )
     min_replicas: int = Field(
         1,
         ge=1,
@@ -312,7 +327,7 @@ class RecoveryConfig(Section):
 
 class Fault(Section):
     step: int = Field(ge=1, description="Global step (as logged) in which the fault happens.")
-    phase: Literal["compute", "reduce", "vote", "heal"] = Field(
+    phase: Literal["compute", "exchange", "salvage", "reduce", "vote", "apply", "heal"] = Field(
         "compute",
         description="Phase of the step transaction.",
     )

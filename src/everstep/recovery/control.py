@@ -107,8 +107,8 @@ class Control:
     def link_ready(self, link_id: str) -> None:
         self._send({"type": "link_ready", "link_id": link_id})
 
-    def link_failed(self, link_id: str, cause: str) -> None:
-        self._send({"type": "link_failed", "link_id": link_id, "cause": cause})
+    def link_failed(self, link_id: str, cause: str, void: bool) -> None:
+        self._send({"type": "link_failed", "link_id": link_id, "cause": cause, "void": void})
 
     def close(self) -> None:
         """Leave in order: the coordinator is told that this is no death."""

@@ -10,11 +10,24 @@ Each method takes one event and returns the records it causes, in order; the cal
     VOTING     votes for (committed + 1, view.epoch) are collected  all voted         -> VOTING of the next step
                                                                     death, mismatch   -> VOTING under a new epoch
                                                                     below the minimum -> HELD
-                                                                    no contributor    -> LOST
+                                                                    no source         -> LOST
     HELD       fewer members than the minimum: nothing commits      joiner ready      -> VOTING
-                                                                    no contributor    -> LOST
+                                                                    no source         -> LOST
     LOST       no living replica holds the committed state          never; the run resumes from a checkpoint
     =========  ===================================================  ==========================================
+
+What a new view means for work already done is said by its deal (:class:`everstep.recovery.view.Deal`), and decided here alone:
+
+    ===================================  =======================  =======================  =======================
+    cause of the view                    salvage                  retry                    wait
+    ===================================  =======================  =======================  =======================
+    a commit                             dealt to contributors    dealt to contributors    dealt to all replicas
+    a death                              as before: ledgers stay  dealt to the survivors   to nobody until all are back
+    a joiner, while HELD                 as before                dealt to contributors    dealt to all replicas
+    a link broke, everybody is alive     as before                dealt to contributors    dealt to all replicas
+    totals differ, or are not finite,    dealt to contributors    dealt to contributors    dealt to all replicas
+    or a slot counted twice
+    ===================================  =======================  =======================  =======================
 """
 
 from __future__ import annotations
@@ -24,7 +37,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from everstep.errors import DeadlineExceeded, InvariantViolated
-from everstep.recovery.view import Epoch, Kind, Member, Outcome, Record, View, Vote, link_name
+from everstep.recovery.view import Deal, Epoch, Kind, Member, Outcome, Record, View, Vote, link_name
 
 MAX_MISMATCHES = 3  # totals that differ between replicas this often for one step are no transient fault
 MAX_LINK_FAILURES = 10  # nor is a link that breaks this often for one step, with every process alive
@@ -37,31 +50,52 @@ class State(StrEnum):
     LOST = "lost"
 
 
-@dataclass
-class Joining:
-    """A replica that waits to enter: it enters with a commit, once every rank concerned has built the link (rule 10)."""
+class Mode(StrEnum):
+    """What survivors of a death do with the step in progress."""
 
-    member: Member
+    SALVAGE = "salvage"  # they keep what they have, and compute only the slots that nobody holds any more
+    RETRY = "retry"      # they compute all of it together, anew
+    WAIT = "wait"        # they wait for a spare, and all compute what they would have computed without the death
+
+
+@dataclass
+class Build:
+    """A link in construction: for a joiner, who enters with a commit once every rank concerned has built it (rule 10), or
+    (``joiner`` None) a standby for those who survive a death to come."""
+
     link_id: str
     members: tuple[Member, ...]
+    joiner: Member | None
     acknowledged: set[str] = field(default_factory=set)
 
     @property
     def ready(self) -> bool:
         return self.acknowledged >= {w for m in self.members for w in m.workers}
 
+    def concerns(self, worker: str) -> bool:
+        return any(worker in m.workers for m in self.members)
+
 
 class Coordinator:
-    def __init__(self, incarnation: int, committed: int = 0, min_replicas: int = 1):
+    """``min_replicas``: with fewer members nothing commits (``wait`` needs all). ``standbys_up_to``: with at most this many members a
+    standby link is kept for each one that may die."""
+
+    def __init__(
+        self, incarnation: int, committed: int = 0, min_replicas: int = 1, mode: Mode = Mode.SALVAGE, standbys_up_to: int = 0
+    ):
         self.state = State.FORMING
+        self.mode = mode
         self.min_replicas = min_replicas
         self.committed = committed
         self.view = View(Epoch(incarnation, 0), (), frozenset(), committed, "none")
         self.votes: dict[str, Vote] = {}
-        self.joining: Joining | None = None
-        self.waiting: list[Member] = []      # formed replicas whose link is not being built yet (one build at a time)
+        self.build: Build | None = None      # one at a time, the same order everywhere
+        self.waiting: list[Member] = []      # formed replicas whose link is not being built yet
+        self.standbys: dict[tuple[Member, ...], str] = {}  # complete links of those who would survive a death
         self.samples: tuple[str, ...] = ()   # of the step in progress
         self.begun = committed               # last step announced by begin()
+        self._standbys_up_to = standbys_up_to if mode is not Mode.WAIT else 0
+        self._unbuildable: set[tuple[Member, ...]] = set()  # standbys that were not finished in time; not tried again
         self._mismatches = 0
         self._nonfinite = 0
         self._link_failures = 0
@@ -75,14 +109,16 @@ class Coordinator:
         if self.state is not State.FORMING:
             raise InvariantViolated("the coordinator was opened twice")
         self.state = State.VOTING
-        return [self._new_view(tuple(members), frozenset(), "start")]
+        if self.mode is Mode.WAIT:
+            self.min_replicas = len(members)
+        return [self._new_view(tuple(members), frozenset(), "start", redeal=True), *self._next_build()]
 
     def restart_at(self, step: int) -> list[Record]:
         """All members loaded a checkpoint of ``step``: a new view says so. Before the first commit of this incarnation only."""
         if self.begun != self.committed or self.committed != 0:
             raise InvariantViolated(f"cannot restart at step {step}: step {self.begun} has begun")
         self.committed = self.begun = step
-        return [self._new_view(self.view.members, self.view.healing, f"checkpoint of step {step}")]
+        return [self._new_view(self.view.members, self.view.healing, f"checkpoint of step {step}", redeal=True)]
 
     def begin(self, step: int, samples: tuple[str, ...]) -> None:
         """The step's samples, for its commit record. Steps begin in order, one at a time."""
@@ -102,62 +138,71 @@ class Coordinator:
     def death(self, worker: str, cause: str) -> list[Record]:
         """A worker is gone. Idempotent. Decides once what becomes of the step in progress (rule 2)."""
         self.waiting = [m for m in self.waiting if worker not in m.workers]
-        records: list[Record] = []
-        if self.joining and worker in self.joining.member.workers:
-            self.joining = None
+        if self.build and self.build.concerns(worker):  # obsolete; a joiner that lives waits for the next build
+            if self.build.joiner and worker not in self.build.joiner.workers:
+                self.waiting.insert(0, self.build.joiner)
+            self.build = None
         dead = self.view.member_of(worker)
         if dead is None or self.state is State.LOST:
-            return records + self._next_build()
+            return self._next_build()
         survivors = tuple(m for m in self.view.members if m is not dead)
-        healing = self.view.healing - {dead.replica}
-        self._cancel_build_with(dead)
+        self.standbys = {members: link for members, link in self.standbys.items() if dead not in members}
+        self._unbuildable.clear()
         self._link_failures = 0
         if self.state is State.VOTING and survivors and self._all_voted(survivors) and self._agree(survivors) and self._finite(survivors):
-            records.append(self._commit(Outcome.APPLY, survivors, frozenset(), cause))
+            record = self._commit(Outcome.APPLY, survivors, frozenset(), cause)
         else:
-            records.append(self._new_view(survivors, healing, cause))
+            record = self._new_view(survivors, self.view.healing - {dead.replica}, cause, redeal=False)
         if not self.view.contributors:
             self.state = State.LOST
         elif len(self.view.members) < self.min_replicas:
             self.state = State.HELD
-        return records + self._next_build()
+        return [record, *self._next_build()]
 
     def joiner(self, member: Member) -> list[Record]:
         """A replica was formed anew and waits to enter."""
         known = {m.replica for m in (*self.view.members, *self.waiting)}
-        if self.joining:
-            known.add(self.joining.member.replica)
+        if self.build and self.build.joiner:
+            known.add(self.build.joiner.replica)
         if member.replica in known:
             raise InvariantViolated(f"replica {member.replica} joins but is a member already")
         self.waiting.append(member)
         return self._next_build()
 
     def link_ready(self, worker: str, link_id: str) -> list[Record]:
-        if self.joining is None or self.joining.link_id != link_id:
+        build = self.build
+        if build is None or build.link_id != link_id:
             return []
-        self.joining.acknowledged.add(worker)
-        if self.state is State.HELD and self.joining.ready:
-            self.state = State.VOTING
-            members, healing = self._with_joiner(self.view.members)
-            record = self._new_view(members, self.view.healing | healing, "joiner ready", self.joining.link_id)
-            self.joining = None
-            if len(members) < self.min_replicas:
-                self.state = State.HELD
-            return [record, *self._next_build()]
-        return []
+        build.acknowledged.add(worker)
+        if not build.ready:
+            return []
+        if build.joiner is None:
+            self.standbys[build.members], self.build = link_id, None
+            return self._next_build()
+        if self.state is not State.HELD:
+            return []  # it enters with the next commit
+        members, healing, link_id = self._with_joiner(self.view.members)
+        record = self._new_view(members, self.view.healing | healing, "joiner ready", redeal=False, link_id=link_id)
+        self.state = State.HELD if len(members) < self.min_replicas else State.VOTING
+        return [record, *self._next_build()]
 
     def build_expired(self) -> list[Record]:
-        """The link in construction was not acknowledged by everybody before its deadline: build it anew, under a new name."""
-        if self.joining is None:
+        """The link in construction was not acknowledged by everybody before its deadline: a joiner's is built anew, under a new
+        name; without a standby, survivors will form their link when they need it."""
+        build, self.build = self.build, None
+        if build is None:
             return []
-        self.waiting.append(self.joining.member)
-        self.joining = None
+        if build.joiner:
+            self.waiting.append(build.joiner)
+        else:
+            self._unbuildable.add(build.members)
         return self._next_build()
 
-    def link_failed(self, link_id: str, cause: str) -> list[Record]:
+    def link_failed(self, link_id: str, cause: str, void: bool = False) -> list[Record]:
         """A collective failed with every process alive (a flapping link): new epoch, same members, nobody is evicted.
 
-        Raises DeadlineExceeded if that happens MAX_LINK_FAILURES times in one step.
+        ``void``: the ledgers contradict each other, all are emptied. Raises DeadlineExceeded if this happens MAX_LINK_FAILURES times
+        in one step.
         """
         if link_id != self.view.link_id or self.state is State.LOST:
             return []
@@ -167,7 +212,7 @@ class Coordinator:
                 f"step {self.committed + 1}: the link between replicas {list(self.view.replicas)} broke {self._link_failures} times "
                 f"with every process alive ({cause}); check the network between their nodes, then resume with resume=auto"
             )
-        return [self._new_view(self.view.members, self.view.healing, cause)]
+        return [self._new_view(self.view.members, self.view.healing, cause, redeal=void)]
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
@@ -178,11 +223,11 @@ class Coordinator:
             self._mismatches += 1
             if self._mismatches >= MAX_MISMATCHES:
                 raise InvariantViolated(self._describe_mismatch())
-            return [self._new_view(self.view.members, self.view.healing, "totals differ between replicas")]
+            return [self._new_view(self.view.members, self.view.healing, "totals differ between replicas", redeal=True)]
         if not self._finite(self.view.members):
             self._nonfinite += 1
             if self._nonfinite == 1:
-                return [self._new_view(self.view.members, self.view.healing, "non-finite gradient: computed once more")]
+                return [self._new_view(self.view.members, self.view.healing, "non-finite gradient: computed once more", redeal=True)]
             outcome = Outcome.SKIP
         else:
             outcome = Outcome.APPLY
@@ -207,60 +252,84 @@ class Coordinator:
         return all(self.votes[w].finite for m in members for w in m.workers)
 
     def _commit(self, outcome: Outcome, members: tuple[Member, ...], healing: frozenset[int], cause: str) -> Record:
-        """Record the step; its record carries the view of the next one, with a joiner if one is ready."""
-        epoch, step, samples = self.view.epoch, self.committed + 1, self.samples
+        """Record the step; its record carries the view of the next one, with a joiner if one is ready, and deals its slots."""
+        before, step, samples = self.view, self.committed + 1, self.samples
         divisor = self.votes[members[0].workers[0]].divisor
         self.committed = step
         self._mismatches = self._nonfinite = self._link_failures = 0
-        changed = members != self.view.members
-        link_id = None if changed else self.view.link_id
-        if self.joining and self.joining.ready and not changed:
-            members, healing = self._with_joiner(members)
-            link_id, self.joining = self.joining.link_id, None
-            changed = True
-        if changed:
-            view = self._make_view(members, healing, link_id)
-        else:
-            view = View(epoch, members, healing, step, self.view.link_id, self.view.link_ready)
-        self.view, self.votes = view, {}
-        return self._record(Kind.COMMIT, step=step, epoch=epoch, outcome=outcome, samples=samples, divisor=divisor, cause=cause)
+        epoch, link_id, ready = before.epoch, before.link_id, before.link_ready
+        if members != before.members:
+            epoch, link_id, ready = before.epoch.next(), *self._link_of(members)
+        elif self.build and self.build.joiner and self.build.ready:
+            members, healing, link_id = self._with_joiner(members)
+            self.standbys[before.members] = before.link_id  # whole and in use until now: it serves if the joiner dies
+            epoch, ready = before.epoch.next(), True
+        self.view = View(epoch, members, healing, step, link_id, ready, self._deal(members, healing), self._kept_links())
+        self.votes = {}
+        return self._record(Kind.COMMIT, step=step, epoch=before.epoch, outcome=outcome, samples=samples, divisor=divisor, cause=cause)
 
-    def _with_joiner(self, members: tuple[Member, ...]) -> tuple[tuple[Member, ...], frozenset[int]]:
-        assert self.joining is not None
-        joined = tuple(sorted((*members, self.joining.member), key=lambda m: m.replica))
-        return joined, frozenset({self.joining.member.replica})
-
-    def _cancel_build_with(self, dead: Member) -> None:
-        """A link in construction that includes a dead member is obsolete; its joiner waits for the next build."""
-        if self.joining and dead in self.joining.members:
-            self.waiting.insert(0, self.joining.member)
-            self.joining = None
+    def _with_joiner(self, members: tuple[Member, ...]) -> tuple[tuple[Member, ...], frozenset[int], str]:
+        """Members with the joiner among them, who heals, and their link."""
+        assert self.build is not None and self.build.joiner is not None
+        build, self.build = self.build, None
+        assert build.joiner is not None
+        joined = tuple(sorted((*members, build.joiner), key=lambda m: m.replica))
+        return joined, frozenset({build.joiner.replica}), build.link_id
 
     def _next_build(self) -> list[Record]:
-        """Order the next link build: one at a time, the same order everywhere."""
-        if self.joining or not self.waiting or not self.view.contributors or self.state is State.LOST:
+        """Order the next link build: a joiner's before standbys."""
+        if self.build or not self.view.contributors or self.state is State.LOST:
             return []
-        member = self.waiting.pop(0)
-        members = tuple(sorted((*self.view.members, member), key=lambda m: m.replica))
-        self.joining = Joining(member, self._new_link(members), members)
-        view = View(self.view.epoch, members, frozenset({member.replica}), self.committed, self.joining.link_id)
+        if self.waiting:
+            joiner = self.waiting.pop(0)
+            members = tuple(sorted((*self.view.members, joiner), key=lambda m: m.replica))
+            healing = frozenset({joiner.replica})
+        else:
+            wanted = self._next_standby()
+            if wanted is None:
+                return []
+            joiner, members, healing = None, wanted, frozenset()
+        self.build = Build(self._new_link(members), members, joiner)
         self._records += 1
-        return [Record(self._records, Kind.BUILD, view)]
+        return [Record(self._records, Kind.BUILD, View(self.view.epoch, members, healing, self.committed, self.build.link_id))]
+
+    def _next_standby(self) -> tuple[Member, ...] | None:
+        """Members without one of them, for whom there is no link yet. A single survivor needs none."""
+        members = self.view.members
+        if not 3 <= len(members) <= self._standbys_up_to or self.view.healing:
+            return None
+        without = [tuple(m for m in members if m is not one) for one in members]
+        return next((rest for rest in without if rest not in self.standbys and rest not in self._unbuildable), None)
 
     # -- records ------------------------------------------------------------------------------------------------------
+
+    def _deal(self, members: tuple[Member, ...], healing: frozenset[int]) -> Deal:
+        replicas = [m.replica for m in members]
+        if self.mode is not Mode.WAIT:
+            replicas = [r for r in replicas if r not in healing]
+        elif len(members) < self.min_replicas:
+            replicas = []
+        return Deal(self.view.deal.number + 1, tuple(replicas))
+
+    def _link_of(self, members: tuple[Member, ...]) -> tuple[str, bool]:
+        """(name, whether every rank has it): the standby of these members, or a link that they will form."""
+        standby = self.standbys.pop(members, None)
+        return (standby, True) if standby else (self._new_link(members), False)
+
+    def _kept_links(self) -> tuple[str, ...]:
+        return (*self.standbys.values(), *([self.build.link_id] if self.build else []))
 
     def _new_link(self, members: tuple[Member, ...]) -> str:
         self._links += 1
         return link_name(members, self._links)
 
-    def _make_view(self, members: tuple[Member, ...], healing: frozenset[int], link_id: str | None) -> View:
-        ready = link_id is not None
-        return View(self.view.epoch.next(), members, healing, self.committed, link_id or self._new_link(members), ready)
-
     def _new_view(
-        self, members: tuple[Member, ...], healing: frozenset[int], cause: str, link_id: str | None = None
+        self, members: tuple[Member, ...], healing: frozenset[int], cause: str, *, redeal: bool, link_id: str | None = None
     ) -> Record:
-        self.view, self.votes = self._make_view(members, healing, link_id), {}
+        name, ready = (link_id, True) if link_id else self._link_of(members)
+        deal = self._deal(members, healing) if redeal or self.mode is not Mode.SALVAGE else self.view.deal
+        self.view = View(self.view.epoch.next(), members, healing, self.committed, name, ready, deal, self._kept_links())
+        self.votes = {}
         return self._record(Kind.VIEW, cause=cause)
 
     def _record(

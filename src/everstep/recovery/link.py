@@ -1,5 +1,8 @@
 """Links: the communicators between the ranks of one position in different replicas.
 
+At any time a rank may hold several: the one in use, the standbys for those who would survive the death of one member, and one that
+is being built for a joiner. All but the one in use are silent.
+
 A link is a raw c10d process group outside any ``torch.distributed`` world, so that it can be dropped and formed anew while the
 replicas' own worlds live on. Nothing here blocks without looking at ``stop``: a work handle is polled together with the view,
 because a collective whose peer died may never return (NCCL) or return only to the ring neighbours (gloo).
@@ -9,14 +12,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from everstep.errors import DeadlineExceeded, LinkBroken
+from everstep.recovery.view import Record
 
 BUCKET_BYTES = 64 << 20
 _POLL_S = 0.0002
@@ -57,16 +62,17 @@ class Link:
         """Connect everybody now rather than in the first reduce."""
         self.sum([torch.ones(8, device=self._device)], stop, self._timeout_s)
 
-    def sum(self, tensors: Sequence[torch.Tensor], stop: Callable[[], bool], timeout_s: float) -> list[torch.Tensor]:
+    def sum(
+        self, tensors: Sequence[torch.Tensor], stop: Callable[[], bool], timeout_s: float, issued: Callable[[], None] = lambda: None
+    ) -> list[torch.Tensor]:
         """Sums over the members, out of place: a broken reduce destroys nothing. Bitwise equal on all members.
 
-        Tensors of one dtype are flattened into buckets of ``BUCKET_BYTES``. Raises LinkBroken if ``stop`` turns true or a
-        member is gone, DeadlineExceeded after ``timeout_s``.
+        Tensors of one dtype are flattened into buckets of ``BUCKET_BYTES``. ``issued`` is called once the collectives run. Raises
+        LinkBroken if ``stop`` turns true or a member is gone, DeadlineExceeded after ``timeout_s``.
         """
-        if self._group is None and len(self.replicas) > 1:
-            raise LinkBroken(f"link {self.name} was dropped")
         totals = [t.detach().clone() for t in tensors]
-        if self._group is None:
+        if self._alone():
+            issued()
             return totals
         end = time.monotonic() + timeout_s
         options = dist.AllreduceOptions()
@@ -74,12 +80,8 @@ class Link:
         pending = []
         for bucket in _buckets(totals):
             flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([t.reshape(-1) for t in bucket])
-            self._held.append(flat)
-            try:
-                work = self._group.allreduce([flat], options)
-            except RuntimeError as error:
-                raise LinkBroken(f"link {self.name}: {error}") from error
-            pending.append((work, flat, bucket))
+            pending.append((self._start(lambda group, flat=flat: group.allreduce([flat], options), flat), flat, bucket))  # type: ignore[misc]
+        issued()
         for work, flat, bucket in pending:
             self._finish(work, stop, end, timeout_s)
             if len(bucket) > 1:
@@ -87,6 +89,72 @@ class Link:
                     total.copy_(part.view_as(total))
         self._held.clear()
         return totals
+
+    def gather(self, row: torch.Tensor, stop: Callable[[], bool], timeout_s: float) -> list[torch.Tensor]:
+        """Every member's row (1-D, of the same length everywhere), in the order of ``replicas``, on the CPU. Raises like sum()."""
+        if self._alone():
+            return [row]
+        end = time.monotonic() + timeout_s
+        options = AllgatherOptions()
+        options.timeout = timedelta(seconds=timeout_s)
+        mine = row.to(self._device)
+        rows = [torch.empty_like(mine) for _ in self.replicas]
+        work = self._start(lambda group: group.allgather([rows], [mine], options), mine, rows)
+        self._finish(work, stop, end, timeout_s)
+        self._held.clear()
+        return [r.cpu() for r in rows]
+
+    def fold(
+        self, like: Sequence[torch.Tensor], owners: Sequence[int], mine: Mapping[int, Sequence[torch.Tensor]], stop: Callable[[], bool],
+        timeout_s: float, issued: Callable[[], None] = lambda: None,
+    ) -> list[torch.Tensor]:
+        """Sums over slots, one after the other in the order of their numbers, each sent by its owner: bitwise the same whoever owns
+        which slot. Out of place.
+
+        Args:
+            like: tensors of the shapes and dtype of one slot's.
+            owners: for each slot the member (index in ``replicas``) that holds it.
+            mine: slot -> its tensors, for those that I own.
+        """
+        totals = [torch.zeros_like(t) for t in like]
+        alone, end = self._alone(), time.monotonic() + timeout_s
+        started = False
+        for index, total in enumerate(totals):
+            for part in _ranges(total):
+                window = total.view(-1)[part]
+                pieces, works = [], []
+                for slot, owner in enumerate(owners):
+                    piece = mine[slot][index].reshape(-1)[part] if slot in mine else torch.empty_like(window)
+                    pieces.append(piece)
+                    if not alone:
+                        works.append(self._broadcast(piece, owner, timeout_s))
+                if not started:
+                    issued()
+                    started = True
+                for work in works:
+                    self._finish(work, stop, end, timeout_s)
+                self._held.clear()
+                for piece in pieces:
+                    window += piece
+        return totals
+
+    def _broadcast(self, piece: torch.Tensor, root: int, timeout_s: float) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = root, 0, timedelta(seconds=timeout_s)
+        return self._start(lambda group: group.broadcast([piece], options), piece)
+
+    def _alone(self) -> bool:
+        """A single survivor. Raises LinkBroken if the link was dropped."""
+        if self._group is None and len(self.replicas) > 1:
+            raise LinkBroken(f"link {self.name} was dropped")
+        return self._group is None
+
+    def _start(self, collective: Callable[[Any], Any], *buffers: Any) -> Any:
+        self._held += buffers
+        try:
+            return collective(self._group)
+        except RuntimeError as error:
+            raise LinkBroken(f"link {self.name}: {error}") from error
 
     def _finish(self, work: Any, stop: Callable[[], bool], end: float, timeout_s: float) -> None:
         while not work.is_completed():
@@ -135,6 +203,13 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     return buckets
 
 
+def _ranges(tensor: torch.Tensor) -> Iterator[slice]:
+    """Elements of a flattened tensor, in windows of BUCKET_BYTES."""
+    step = BUCKET_BYTES // tensor.element_size()
+    for start in range(0, tensor.numel(), step):
+        yield slice(start, min(start + step, tensor.numel()))
+
+
 def interruptible(build: Callable[[], Any], stop: Callable[[], bool], timeout_s: float, what: str) -> Any:
     """``build()`` in a thread of its own, given up when ``stop`` turns true: a group's constructor waits for members that may
     be dead by now. Raises LinkBroken."""
@@ -162,15 +237,18 @@ def interruptible(build: Callable[[], Any], stop: Callable[[], bool], timeout_s:
 
 
 class Links:
-    """The links of one rank, by name: the one in use, and one that is being built in the background."""
+    """The links of one rank, by name: the one in use, standbys, and one that is being built in the background."""
 
     def __init__(self, build: Callable[[str, Sequence[int]], Link], timeout_s: float):
         self._build, self._timeout_s = build, timeout_s
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, tuple[int, Link]] = {}  # with the number of the record that named it
         self._lock = threading.Lock()
         self._closed = False
 
-    def build_in_background(self, name: str, replicas: Sequence[int], obsolete: Callable[[], bool], ready: Callable[[], None]) -> None:
+    def build_in_background(self, record: Record, obsolete: Callable[[], bool], ready: Callable[[], None]) -> None:
+        """Build the link that a record of kind BUILD orders; ``ready`` is called once it is warm."""
+        name, replicas = record.view.link_id, record.view.replicas
+
         def run() -> None:
             try:
                 link = self._build(name, replicas)
@@ -179,7 +257,7 @@ class Links:
                 return  # no acknowledgement: the coordinator never names this link; a death or deadline is reported elsewhere
             with self._lock:
                 if not self._closed:
-                    self._links[name] = link
+                    self._links[name] = record.number, link
             if self._closed:
                 link.drop()  # this rank left its replica while the link was being built
             else:
@@ -187,27 +265,25 @@ class Links:
 
         threading.Thread(target=run, name=f"link-{name}", daemon=True).start()
 
-    def use(self, name: str, replicas: Sequence[int], stop: Callable[[], bool]) -> Link:
-        """The link of a view: built already, or formed now. Those of earlier views are dropped. Raises LinkBroken."""
+    def use(self, record: Record, stop: Callable[[], bool]) -> tuple[Link, bool]:
+        """(the link of a view, whether it was built already); formed now if it was not. Links that the view does not keep and that
+        were not ordered later are dropped. Raises LinkBroken."""
+        view = record.view
         with self._lock:
-            link = self._links.get(name)
+            _, link = self._links.get(view.link_id, (0, None))
+        built = link is not None
         if link is None:
-            link = interruptible(lambda: self._build(name, replicas), stop, self._timeout_s, f"link {name}")
+            link = interruptible(lambda: self._build(view.link_id, view.replicas), stop, self._timeout_s, f"link {view.link_id}")
         with self._lock:
-            self._links[name] = link
-            for other in [n for n in self._links if n != name]:
-                if not self._building_after(other, name):
-                    self._links.pop(other).drop()
-        return link
-
-    @staticmethod
-    def _building_after(other: str, name: str) -> bool:
-        """Link numbers grow; a link with a higher number than the one in use is being prepared, not left over."""
-        return int(other.rsplit("#", 1)[1]) > int(name.rsplit("#", 1)[1])
+            self._links[view.link_id] = record.number, link
+            kept = {view.link_id, *view.links}
+            for name in [n for n, (number, _) in self._links.items() if n not in kept and number < record.number]:
+                self._links.pop(name)[1].drop()
+        return link, built
 
     def drop_all(self) -> None:
         with self._lock:
             self._closed = True
-            links, self._links = list(self._links.values()), {}
+            links, self._links = [link for _, link in self._links.values()], {}
         for link in links:
             link.drop()

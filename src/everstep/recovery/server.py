@@ -202,7 +202,8 @@ class CoordinatorServer:
                 assert record.epoch is not None
                 self._events.emit("commit", step=record.step, epoch=record.epoch.key, kind=str(record.outcome),
                                   members=members, samples=list(record.samples), divisor=record.divisor,
-                                  next_epoch=view.epoch.key, healing=sorted(view.healing))
+                                  next_epoch=view.epoch.key, healing=sorted(view.healing), deal=view.deal.number,
+                                  dealt=list(view.deal.replicas))
                 for replica in sorted(self._healing - view.healing):
                     if view.member(replica):
                         self._events.emit("join", step=record.step, epoch=view.epoch.key, replica=replica,
@@ -210,7 +211,8 @@ class CoordinatorServer:
                 self._healing = view.healing
             case Kind.VIEW:
                 self._events.emit("view", step=view.committed, epoch=view.epoch.key, members=members,
-                                  healing=sorted(view.healing), cause=record.cause)
+                                  healing=sorted(view.healing), cause=record.cause, deal=view.deal.number,
+                                  dealt=list(view.deal.replicas))
                 self._healing = view.healing
             case Kind.BUILD:
                 self._events.emit("link_build", link=view.link_id, members=members)
@@ -277,7 +279,7 @@ class CoordinatorServer:
             case "link_ready":
                 self._event(lambda: self.coordinator.link_ready(worker, message["link_id"]))
             case "link_failed":
-                self._event(lambda: self.coordinator.link_failed(message["link_id"], message["cause"]))
+                self._event(lambda: self.coordinator.link_failed(message["link_id"], message["cause"], message["void"]))
             case "bye":
                 with self._changed:
                     self._sessions.pop(worker, None)  # it leaves in order; what follows is no death
@@ -297,8 +299,8 @@ class CoordinatorServer:
                     for said in self.progress.values():
                         said.heard += late
                 silent = [w for w in self._sessions if now - self.progress[w].heard > self._silence_s]
-                joining = self.coordinator.joining
-                link = joining.link_id if joining else ""
+                build = self.coordinator.build
+                link = build.link_id if build else ""
                 if link != self._build[0]:
                     self._build = (link, now)
             for worker in silent:

@@ -1,12 +1,17 @@
 """The step transaction of one rank: begin -> compute -> reduce -> vote -> commit -> apply, or redo under a newer view.
 
-    IDLE -> BEGIN -> [HEAL] -> COMPUTE -> REDUCE -> VOTE -> APPLY -> IDLE
-              ^                   |          |        |
-              +---- newer view ---+----------+--------+
+    IDLE -> BEGIN -> [HEAL] -> COMPUTE -> EXCHANGE -> REDUCE -> VOTE -> APPLY -> IDLE
+              ^                   |        |    ^       |        |
+              |                   |        v    |       |        |
+              |                   |       SALVAGE       |        |
+              +---- newer view ---+----------+----------+--------+
 
-``retry`` form: a newer view voids the attempt and the members recompute all slots together. What is never voided: a total
-that was voted for is kept until the coordinator says what becomes of it; only the total of the recorded (step, epoch) is
-applied. Whoever runs this loop learns of views and commits from :class:`Control` alone and decides nothing.
+COMPUTE fills the ledger with the slots that the view's deal gives this replica. EXCHANGE tells all members what everybody holds;
+slots that nobody holds (their owner died) are divided among the members, computed in SALVAGE, and exchanged again. When all slots
+are held once, REDUCE sums them. A newer view ends the attempt, not the ledger: only a new deal empties it, and the coordinator
+decides that (:mod:`everstep.recovery.coordinator`). A total that was voted for is kept until the coordinator says what becomes of
+it; only the total of the recorded (step, epoch) is applied. Whoever runs this loop learns of views and commits from
+:class:`Control` alone and decides nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import math
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -24,9 +30,10 @@ import torch
 import torch.distributed as dist
 
 from everstep.config.schema import RecoveryConfig
-from everstep.errors import Fenced, LinkBroken, ReplicaBroken
+from everstep.errors import Fenced, LedgersDiffer, LinkBroken, ReplicaBroken
 from everstep.recovery import heal
 from everstep.recovery.control import Control
+from everstep.recovery.ledger import Contribution, Inventory, Ledger, SlotLedger, SumLedger
 from everstep.recovery.link import Link, Links
 from everstep.recovery.replica import ReplicaWorld
 from everstep.recovery.view import Epoch, Kind, Outcome, Record, View, Vote, assign
@@ -40,17 +47,11 @@ class Phase(StrEnum):
     BEGIN = "begin"
     HEAL = "heal"
     COMPUTE = "compute"
+    EXCHANGE = "exchange"
+    SALVAGE = "salvage"
     REDUCE = "reduce"
     VOTE = "vote"
     APPLY = "apply"
-
-
-@dataclass(frozen=True)
-class Contribution:
-    """Raw sums of some slots: ``gradients`` of this rank's optimizer shard, ``sums`` agreed by the replica (weight first)."""
-
-    gradients: list[torch.Tensor]
-    sums: torch.Tensor  # float64, CPU
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class StepReport:
     sums: list[float]
     grad_norm: float
     attempts: int
-    slots_computed: int
+    slots_redone: int  # computed by this replica beyond what it was first dealt
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -108,39 +109,45 @@ class Transaction:
         self._seconds: dict[str, float] = {}
         self._since = 0.0
         self._sender: threading.Thread | None = None
+        self._computed = self._dealt = 0  # slots of the step in progress: computed by this replica, and first dealt to it
 
     def run(self, work: Work) -> StepReport:
         """One committed step. Raises ReplicaBroken (a rank of my replica is gone), Fenced (I am expelled or the coordinator
         is lost), DeadlineExceeded."""
         self._seconds, self._since = {}, time.monotonic()
-        attempts = slots_computed = 0
+        self._computed = self._dealt = 0
+        ledger: Ledger = SlotLedger() if self._config.exact else SumLedger()
+        attempts = 0
         try:
             while True:
                 self._enter(Phase.BEGIN, work.step)
                 record = self._agree_on_view(work.step)
+                if not record.view.deal.replicas:  # nothing is computed until the dead are replaced
+                    self._control.after(record.number, self._config.step_timeout_s, "a view that deals slots")
+                    continue
                 attempts += 1
                 try:
-                    total, computed = self._attempt(work, record)
-                    slots_computed += computed
-                    decision = self._control.after(record.number, self._config.step_timeout_s, f"the commit of step {work.step}")
+                    total = self._attempt(work, record, ledger)
                 except LinkBroken as broken:
                     self._void(record, work.step, str(broken))
-                    self._await_next_view(record, str(broken))
+                    self._await_next_view(record, broken)
                     continue
+                decision = self._control.after(record.number, self._config.step_timeout_s, f"the commit of step {work.step}")
                 if decision.kind is Kind.COMMIT and decision.step == work.step:
-                    return self._finish(work, decision, total, attempts, slots_computed)
+                    return self._finish(work, decision, total, attempts)
                 self._void(record, work.step, decision.cause)
         finally:
             self._sender = None  # a sender of a voided attempt ends by itself: its epoch is over
             self._enter(Phase.IDLE, work.step)
 
-    def _await_next_view(self, record: Record, cause: str) -> None:
+    def _await_next_view(self, record: Record, broken: LinkBroken) -> None:
         """Most broken links are explained by a death within milliseconds; if none is, the link itself is to blame."""
-        end = time.monotonic() + LINK_GRACE_S
+        void = isinstance(broken, LedgersDiffer)
+        end = time.monotonic() + (0.0 if void else LINK_GRACE_S)
         while not self._control.newer_than(record.number) and time.monotonic() < end:
             time.sleep(0.001)
         if not self._control.newer_than(record.number):
-            self._control.link_failed(record.view.link_id, cause)
+            self._control.link_failed(record.view.link_id, str(broken), void)
         self._control.after(record.number, self._config.step_timeout_s, "the next view after a broken link")
 
     # -- one attempt -----------------------------------------------------------------------------------------------------
@@ -163,72 +170,107 @@ class Transaction:
         self._events.emit("obey", step=step, epoch=record.view.epoch.key, replica=self._replica, rank=self._rank)
         return record
 
-    def _attempt(self, work: Work, record: Record) -> tuple[Total, int]:
-        """Compute my slots, reduce, vote. Raises LinkBroken if the attempt is void."""
+    def _attempt(self, work: Work, record: Record, ledger: Ledger) -> Total:
+        """Fill the ledger, complete it with the others, reduce, vote. Raises LinkBroken if the attempt is void."""
         view = record.view
         stale: Callable[[], bool] = lambda: self._control.newer_than(record.number)
         if self._replica in view.healing:
             self._heal(view, stale)
         else:
             self._serve_heal(view, stale)
-        mine = assign(work.slots, view.contributors).get(self._replica, ())
-        contribution = self._compute(work, view, mine)
+        if ledger.open(view.deal.number):
+            mine = assign(range(work.slots), view.deal.replicas).get(self._replica, ())
+            self._dealt = self._dealt or len(mine)
+            self._fill(Phase.COMPUTE, work, view, ledger, mine)
         self._finish_sending()
-        self._enter(Phase.REDUCE, work.step)
-        self._events.emit("reduce", step=work.step, epoch=view.epoch.key, replica=self._replica, rank=self._rank)
-        reduced, broken = self._reduce(work, view, mine, contribution, stale)
-        oks = self._world.agree((int(reduced is not None),), f"the reduce of step {work.step}")
-        if reduced is None or not all(ok for (ok,) in oks):
-            raise LinkBroken(broken or "another rank of this replica left the attempt")
-        ledger, sums, gradients = reduced
-        divisor = float(sums[0])
+        while True:
+            link, inventory = self._exchange(work, record, ledger, stale)
+            if not inventory.missing:
+                break
+            share = assign(inventory.missing, view.contributors).get(self._replica, ())
+            self._fill(Phase.SALVAGE, work, view, ledger, share)
+        gradients = self._reduce(work, view, ledger, link, inventory, stale)
+        divisor = float(inventory.sums[0])
         norm = work.norm(gradients, divisor) if divisor > 0 else float("nan")
-        total = Total(view.epoch, gradients, sums, norm)
+        total = Total(view.epoch, gradients, inventory.sums, norm)
         self._vote(work, view, total, ledger)
-        return total, len(mine)
+        return total
 
-    def _compute(self, work: Work, view: View, mine: tuple[int, ...]) -> Contribution:
-        self._enter(Phase.COMPUTE, work.step)
-        epoch, start = view.epoch.key, time.monotonic()
-        self._events.emit("compute", step=work.step, epoch=epoch, replica=self._replica, rank=self._rank, slots=list(mine))
-        contribution = work.compute(mine)
-        self._events.emit("computed", step=work.step, epoch=epoch, replica=self._replica, rank=self._rank, slots=list(mine),
-                          seconds=time.monotonic() - start)
-        return contribution
+    def _fill(self, phase: Phase, work: Work, view: View, ledger: Ledger, slots: tuple[int, ...]) -> None:
+        """Compute slots into the ledger. Salvage of none is none; of a deal, even nothing gives the sizes of gradients and sums."""
+        if phase is Phase.SALVAGE and not slots:
+            return
+        self._enter(phase, work.step)
+        start = time.monotonic()
+        where = dict(step=work.step, epoch=view.epoch.key, replica=self._replica, rank=self._rank, slots=list(slots),
+                     deal=view.deal.number, salvage=phase is Phase.SALVAGE)
+        self._events.emit("compute", **where)  # type: ignore[arg-type]
+        ledger.fill(slots, work.compute)
+        self._computed += len(slots)
+        self._events.emit("computed", **where, seconds=time.monotonic() - start)  # type: ignore[arg-type]
 
-    def _reduce(
-        self, work: Work, view: View, mine: tuple[int, ...], contribution: Contribution, stale: Callable[[], bool]
-    ) -> tuple[tuple[tuple[int, ...], torch.Tensor, list[torch.Tensor]] | None, str]:
-        """The ledger first, then the gradients. (None, cause) if the link broke: the ranks of a replica leave together."""
+    def _exchange(self, work: Work, record: Record, ledger: Ledger, stale: Callable[[], bool]) -> tuple[Link, Inventory]:
+        """What all members hold. The ranks of a replica go on together or leave together, and have seen the same (rule 4)."""
+        self._enter(Phase.EXCHANGE, work.step)
         link: Link | None = None
+        inventory: Inventory | None = None
+        broken: LinkBroken | None = None
         try:
-            link = self._links.use(view.link_id, view.replicas, stale)
-            counts = torch.zeros(work.slots, dtype=torch.float64)
-            counts[list(mine)] = 1.0
-            head = torch.cat([counts, contribution.sums.to(torch.float64)])
-            device = contribution.gradients[0].device if contribution.gradients else torch.device("cpu")
-            (head,) = link.sum([head.to(device)], stale, self._config.step_timeout_s)
-            head = head.cpu()
-            counts, sums = head[: work.slots], head[work.slots :]
-            if not bool((counts == 1.0).all()):
-                return None, f"slots counted {[int(c) for c in counts]} times instead of once"
-            gradients = link.sum(contribution.gradients, stale, self._config.step_timeout_s)
-        except LinkBroken as broken:
+            link, built = self._links.use(record, stale)
+            self._events.emit("link_used", step=work.step, epoch=record.view.epoch.key, replica=self._replica, rank=self._rank,
+                              link=link.name, built=built)
+            inventory = ledger.exchange(link, work.slots, stale, self._config.step_timeout_s)
+        except LedgersDiffer as error:
+            broken = error
+        except LinkBroken as error:
+            broken = error
             if link is not None:
                 link.drop()
-            return None, str(broken)
-        return (tuple(range(work.slots)), sums, gradients), ""
+        seen = zlib.crc32(repr((inventory and inventory.missing, ledger.held)).encode())
+        said = self._world.agree((int(broken is None), int(isinstance(broken, LedgersDiffer)), seen), f"the ledgers of step {work.step}")
+        if any(differ for _, differ, _ in said):
+            raise broken if isinstance(broken, LedgersDiffer) else LedgersDiffer("at the position of another rank slots count twice")
+        if link is None or inventory is None or not all(ok for ok, _, _ in said):
+            raise broken or LinkBroken("another rank of this replica left the attempt")
+        if len({digest for _, _, digest in said}) > 1:
+            raise LedgersDiffer(f"the ranks of replica {self._replica} hold different slots, or see different ones missing")
+        return link, inventory
 
-    def _vote(self, work: Work, view: View, total: Total, ledger: tuple[int, ...]) -> None:
+    def _reduce(
+        self, work: Work, view: View, ledger: Ledger, link: Link, inventory: Inventory, stale: Callable[[], bool]
+    ) -> list[torch.Tensor]:
+        """The total over all members, out of place. The ranks of a replica leave together."""
+        where = dict(step=work.step, epoch=view.epoch.key, replica=self._replica, rank=self._rank)
+
+        def issued() -> None:
+            self._enter(Phase.REDUCE, work.step)
+            self._events.emit("reduce", **where)  # type: ignore[arg-type]
+
+        gradients: list[torch.Tensor] | None = None
+        broken = "another rank of this replica left the attempt"
+        try:
+            gradients = ledger.total(link, inventory, stale, self._config.step_timeout_s, issued)
+            self._events.emit("reduced", **where)  # type: ignore[arg-type]
+        except LinkBroken as error:
+            link.drop()
+            broken = str(error)
+        oks = self._world.agree((int(gradients is not None),), f"the reduce of step {work.step}")
+        if gradients is None or not all(ok for (ok,) in oks):
+            raise LinkBroken(broken)
+        return gradients
+
+    def _vote(self, work: Work, view: View, total: Total, ledger: Ledger) -> None:
         digest = _digest(total.gradients)
         finite = bool(torch.isfinite(total.sums).all()) and math.isfinite(total.grad_norm)
+        slots = tuple(range(work.slots))
         self._enter(Phase.VOTE, work.step)
-        self._events.emit("vote", step=work.step, epoch=view.epoch.key, replica=self._replica, rank=self._rank,
-                          ledger=list(ledger), divisor=total.divisor, finite=finite, grad_norm=total.grad_norm, digest=digest)
+        self._events.emit("vote", step=work.step, epoch=view.epoch.key, replica=self._replica, rank=self._rank, deal=view.deal.number,
+                          ledger=list(slots), held=list(ledger.held), divisor=total.divisor, finite=finite, grad_norm=total.grad_norm,
+                          digest=digest)
         bits = struct.unpack("<q", struct.pack("<d", total.grad_norm))[0]
-        self._control.vote(Vote(self._worker, work.step, view.epoch, digest, total.divisor, bits, finite, ledger))
+        self._control.vote(Vote(self._worker, work.step, view.epoch, digest, total.divisor, bits, finite, slots))
 
-    def _finish(self, work: Work, commit: Record, total: Total, attempts: int, slots_computed: int) -> StepReport:
+    def _finish(self, work: Work, commit: Record, total: Total, attempts: int) -> StepReport:
         if commit.epoch != total.epoch:
             raise Fenced(f"step {work.step} was committed in epoch {commit.epoch}, this rank holds the total of {total.epoch}")
         self._enter(Phase.APPLY, work.step)
@@ -243,7 +285,8 @@ class Transaction:
             self._events.emit("skip", step=work.step, epoch=epoch, replica=self._replica, rank=self._rank)
         self._state.version = work.step
         self._enter(Phase.IDLE, work.step)
-        return StepReport(work.step, commit.outcome, total.sums.tolist(), total.grad_norm, attempts, slots_computed, dict(self._seconds))
+        return StepReport(work.step, commit.outcome, total.sums.tolist(), total.grad_norm, attempts,
+                          self._computed - self._dealt, dict(self._seconds))
 
     # -- heal ---------------------------------------------------------------------------------------------------------------
 

@@ -43,13 +43,26 @@ class Member:
 
 
 @dataclass(frozen=True)
+class Deal:
+    """Among whom all slots of a step were divided, when every ledger of it was empty.
+
+    Each commit deals the next step's slots, and views repeat the deal: whoever begins late, under a later view, still computes the
+    slots it was dealt, and no slot has two owners (rule 1). A rank whose ledger belongs to a deal with another ``number`` empties
+    it and computes what the new deal gives it. With no ``replicas`` nothing is computed until a later view deals again.
+    """
+
+    number: int
+    replicas: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class View:
     """Which replicas take part in the transaction ``committed + 1``.
 
     ``healing`` replicas take part with no slots: they receive the state of version ``committed`` from a contributor while it
     computes, add zeros to the total, vote, and apply like everybody else; the next commit makes them contributors.
     ``link_ready`` is true only if every rank of every member acknowledged the link's warm-up; otherwise members form it at
-    their next reduce.
+    their next reduce. ``links`` names the links beside it that stay of use: standbys, and the one in construction.
     """
 
     epoch: Epoch
@@ -58,6 +71,8 @@ class View:
     committed: int
     link_id: str
     link_ready: bool = False
+    deal: Deal = Deal(0, ())
+    links: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         replicas = [m.replica for m in self.members]
@@ -95,10 +110,10 @@ def link_name(members: Sequence[Member], number: int) -> str:
     return "+".join(str(m) for m in members) + f"#{number}"
 
 
-def assign(slots: int, contributors: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Slots of each contributor: a pure function of the step's number of slots and the members, uneven where it must be."""
-    n = len(contributors)
-    return {replica: tuple(range(i, slots, n)) for i, replica in enumerate(sorted(contributors))}
+def assign(slots: Sequence[int], replicas: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Who computes which of these slots: a pure function of both, uneven where it must be."""
+    n = len(replicas)
+    return {replica: tuple(slots[i::n]) for i, replica in enumerate(sorted(replicas))}
 
 
 class Outcome(StrEnum):
@@ -149,6 +164,7 @@ def view_from_json(d: dict[str, Any]) -> View:
         epoch=Epoch(**d["epoch"]),
         members=tuple(Member(m["replica"], m["build"], tuple(m["workers"])) for m in d["members"]),
         healing=frozenset(d["healing"]), committed=d["committed"], link_id=d["link_id"], link_ready=d["link_ready"],
+        deal=Deal(d["deal"]["number"], tuple(d["deal"]["replicas"])), links=tuple(d["links"]),
     )
 
 

@@ -10,7 +10,6 @@ acted (``begin``, ``vote``, ``fault``) or after (``commit`` once it is on disk, 
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import socket
 from collections import defaultdict
@@ -62,9 +61,20 @@ class Record:
     @functools.cached_property
     def _by_attempt(self) -> dict[tuple[str, int | None, Key], list[Event]]:
         found: dict[tuple[str, int | None, Key], list[Event]] = defaultdict(list)
-        for event in self.kind("vote", "apply", "computed"):
+        for event in self.kind("vote", "apply"):
             found[event.event, event.step, epoch_key(event.epoch)].append(event)
         return found
+
+    @functools.cached_property
+    def _computed(self) -> dict[tuple[str, int | None, int, int], list[Event]]:
+        found: dict[tuple[str, int | None, int, int], list[Event]] = defaultdict(list)
+        for event in self.kind("computed"):
+            found[event.who, event.step, epoch_key(event.epoch)[0], event["deal"]].append(event)
+        return found
+
+    def computed_for(self, vote: Event) -> list[Event]:
+        """What the voter computed of the step, in the deal of its vote."""
+        return self._computed.get((vote.who, vote.step, epoch_key(vote.epoch)[0], vote["deal"]), [])
 
     def of_attempt(self, kind: str, commit: Event) -> list[Event]:
         """Events of this kind that belong to the attempt (step, epoch) which the commit made final."""
@@ -187,10 +197,14 @@ def divisor_is_contribution(record: Record) -> tuple[str, bool]:
         ledger = votes[0]["ledger"]
         if any(v["ledger"] != ledger for v in votes) or ledger != list(range(len(ledger))):
             raise Broken(f"step {commit.step}: ledgers {[v['ledger'] for v in votes][:3]} are not every slot once")
-        computed = {event["replica"]: event["slots"] for event in record.of_attempt("computed", commit)}
-        contributed = sorted(slot for slots in computed.values() for slot in slots)
-        if contributed != ledger:
-            raise Broken(f"step {commit.step}: replicas computed slots {contributed} in epoch {commit.epoch}, the total holds {ledger}")
+        held: dict[int, list[int]] = defaultdict(list)
+        for vote in votes:
+            held[vote["rank"]] += vote["held"]
+            computed = sorted(s for e in record.computed_for(vote) for s in e["slots"])
+            if computed != vote["held"]:
+                raise Broken(f"step {commit.step}: {vote.who} says it holds slots {vote['held']}, it computed {computed} in deal {vote['deal']}")
+        if odd := {rank: slots for rank, slots in held.items() if sorted(slots) != ledger}:
+            raise Broken(f"step {commit.step}: the members together hold slots {odd} (by rank), the total {ledger}")
     return f"{len(commits)} commits: divisor, ledger and computed slots agree", bool(commits)
 
 
@@ -208,17 +222,33 @@ def faults_end(record: Record) -> tuple[str, bool]:
 
 
 def redo_is_bounded(record: Record) -> tuple[str, bool]:
-    """In retry form an attempt is at most all slots of the step, and only a void attempt is followed by another."""
-    attempts: dict[tuple[int | None, int, int], list[Event]] = defaultdict(list)
-    for event in record.kind("computed"):
-        attempts[event.step, event["replica"], event["rank"]].append(event)
-    redone = 0
-    for (step, replica, rank), tries in attempts.items():
-        for before, after in itertools.pairwise(tries):
-            if epoch_key(after.epoch) <= epoch_key(before.epoch) and not _restarted(record, before, after):
-                raise Broken(f"step {step}: rank {replica}/{rank} computed twice in epoch {after.epoch}")
-            redone += len(after["slots"])
-    return f"{redone} slots computed again, each under a newer epoch", bool(attempts)
+    """A slot is computed again only if its owner died since, or if the coordinator dealt the step anew."""
+    redone = computed = 0
+    for events in record.attempts():
+        deals = {e["deal"]: e["dealt"] for e in of_kind(events, "view", "commit")}
+        died: dict[tuple[int, int | None], list[Key]] = defaultdict(list)
+        for event in of_kind(events, "death"):
+            died[event["replica"], event.step].append(epoch_key(event.epoch))
+        owners: dict[tuple[int | None, int, int, int], Event] = {}  # (step, deal, rank, slot) -> who computed it last
+        for event in of_kind(events, "compute"):
+            deal, rank, replica = event["deal"], event["rank"], event["replica"]
+            for slot in event["slots"]:
+                computed += 1
+                before = owners.get((event.step, deal, rank, slot))
+                owner = before["replica"] if before else _dealt_to(slot, deals.get(deal, []))
+                if event["salvage"] or before:
+                    redone += 1
+                    if not any(epoch < epoch_key(event.epoch) for epoch in died[owner, event.step]):
+                        raise Broken(f"step {event.step}: rank {replica}/{rank} computed slot {slot} in epoch {event.epoch}, which replica "
+                                     f"{owner} held, alive, in the same deal")
+                elif owner != replica:
+                    raise Broken(f"step {event.step}: rank {replica}/{rank} computed slot {slot}, which was dealt to replica {owner}")
+                owners[event.step, deal, rank, slot] = event
+    return f"{computed} slots computed (by every rank), {redone} of them because their owner had died", computed > 0
+
+
+def _dealt_to(slot: int, dealt: list[int]) -> int:
+    return sorted(dealt)[slot % len(dealt)] if dealt else -1
 
 
 def checkpoints_complete(record: Record) -> tuple[str, bool]:
@@ -242,16 +272,12 @@ INVARIANTS: dict[int, tuple[str, Callable[[Record], tuple[str, bool]]]] = {
     5: ("the divisor equals what was contributed; every slot counts once", divisor_is_contribution),
     7: ("the pointer names a complete, checksummed checkpoint", checkpoints_complete),
     8: ("every fault ends in progress or a typed error; no process is left", faults_end),
-    9: ("work is done again only under a newer epoch", redo_is_bounded),
+    9: ("a slot is computed again only if its owner died, or if the step was dealt anew", redo_is_bounded),
 }
 
 
 def _epoch(value: object) -> Epoch | None:
     return tuple(value) if isinstance(value, list | tuple) else value  # type: ignore[return-value]
-
-
-def _restarted(record: Record, before: Event, after: Event) -> bool:
-    return any(before.t_wall < e.t_wall <= after.t_wall for e in record.kind("run_start"))
 
 
 def _left_over(record: Record) -> list[int]:

@@ -5,8 +5,10 @@ Which events give which number (all spans on one clock, ``seconds_between``):
 ======================  ========================================================================================
 killed                  ``fault`` (an injected fault only): the instant before the signal
 noticed                 ``death``; ``detect_s`` = noticed - killed
-survivors compute again per surviving replica its first ``compute`` with slots, in an epoch above that of ``death``;
-                        of these the latest. ``stall_s`` = that - killed (- noticed, if nothing was injected)
+survivors compute again per surviving replica its first useful act in an epoch above that of ``death``: a ``compute`` with slots,
+                        or the ``reduce`` of what it still holds. ``stall_s``: the longest time that a survivor did nothing of
+                        use until then, from the kill (the detection, if nothing was injected), or from the end of the
+                        computation it was in
 the step is committed   first ``commit`` of the step in which it died; ``commit_s`` likewise
 full strength           first later ``join`` whose ``members`` are all replicas of the run; ``full_strength_s``
 redone                  slots of the step that were computed more than once, by anybody (``computed`` events)
@@ -192,7 +194,7 @@ def _recovery(
     replica, step = int(death["replica"]), death.step
     assert step is not None
     concerned = replica >= 0 if view is None else replica in view  # not so: a spare, or a replica already out
-    again = _computing_again(death, later, view) if concerned else None
+    stall = _stall(death, origin, later, view) if concerned else None
     commit = next((e for e in later if e.event == "commit" and e.step == step), None)
     whole = replicas or len(view or ())
     full = next((e for e in later if e.event == "join" and len(e["members"]) == whole), None) if replica >= 0 else None
@@ -206,7 +208,7 @@ def _recovery(
         t_wall=origin.t_wall,
         injected=fault is not None,
         detect_s=seconds_between(fault, death) if fault else None,
-        stall_s=seconds_between(origin, again) if again else None,
+        stall_s=stall,
         commit_s=seconds_between(origin, commit) if commit and concerned else None,
         full_strength_s=seconds_between(origin, full) if full else None,
         slots_redone=sum(count - 1 for count in per_slot.values()) if concerned else 0,
@@ -214,24 +216,29 @@ def _recovery(
     )
 
 
-def _computing_again(death: Event, later: _Later, view: list[int] | None) -> Event | None:
-    """The moment at which every surviving replica computes again: the latest of their first ``compute`` events."""
+def _stall(death: Event, origin: Event, later: _Later, view: list[int] | None) -> float | None:
+    """The longest time that a surviving replica did nothing of use. None if no survivor was seen at work again."""
     dead = {int(death["replica"])}
     waiting = None if view is None else set(view) - dead
-    latest: Event | None = None
+    idle_since: dict[int, Event] = {}  # replicas that were computing when the other one died, and finished that
+    longest: float | None = None
     for event in later:
+        if waiting is not None and not waiting:
+            break
         if event.event == "death" and waiting is not None:
             waiting.discard(int(event["replica"]))  # died before it could compute again
-        elif event.event == "compute" and event["slots"] and epoch_key(event.epoch) > epoch_key(death.epoch):
+        elif event.event == "computed" and event["slots"] and epoch_key(event.epoch) <= epoch_key(death.epoch):
+            idle_since[int(event["replica"])] = event
+        elif event.event == "reduce" or (event.event == "compute" and event["slots"]):
             replica = int(event["replica"])
+            if epoch_key(event.epoch) <= epoch_key(death.epoch) or replica in dead or (waiting is not None and replica not in waiting):
+                continue
+            idle = seconds_between(idle_since.get(replica, origin), event)
+            longest = idle if longest is None else max(longest, idle)
             if waiting is None:  # the log does not say who the members were: the first one counts
-                return event if replica not in dead else latest
-            if replica in waiting:
-                waiting.discard(replica)
-                latest = event
-        if waiting is not None and not waiting:
-            return latest
-    return latest
+                break
+            waiting.discard(replica)
+    return longest
 
 
 def _by_attempt(computed: Iterable[Event]) -> list[set[int]]:

@@ -1,0 +1,196 @@
+"""Ledgers: the gradient sums that a rank holds of a step in progress, and of which slots they are.
+
+A ledger outlives the attempts of its step: what was computed under an older view counts under the next one, unless the coordinator
+dealt the slots anew. Entry and merge are one act (docs/protocol.md, rule 11): a computation that is interrupted leaves the ledger
+as it was.
+
+Two forms. :class:`SumLedger` adds slots up as they are computed; members' sums are all-reduced. :class:`SlotLedger` (exact mode)
+keeps each slot by itself, whoever computes it, and all slots are added in the order of their numbers: the total is then bitwise the
+same whatever the membership was, at the price of one gradient buffer a slot.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from everstep.errors import LedgersDiffer
+from everstep.recovery.link import Link
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """Raw sums of some slots: ``gradients`` of this rank's optimizer shard, ``sums`` agreed by the replica (weight first)."""
+
+    gradients: list[torch.Tensor]
+    sums: torch.Tensor  # float64, CPU
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What all members of a link hold together. ``owners[slot]``: the member (index in the link) that holds it."""
+
+    slots: int
+    owners: dict[int, int]
+    sums: torch.Tensor  # float64, CPU, folded over everything held
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        return tuple(slot for slot in range(self.slots) if slot not in self.owners)
+
+
+class Ledger(ABC):
+    """``deal``: number of the deal that it belongs to. ``held``: its slots, in ascending order."""
+
+    def __init__(self) -> None:
+        self.deal = -1
+        self.held: tuple[int, ...] = ()
+        self._buffers: list[torch.Tensor] = []  # of the engine: gradients of the computation before, until the next one
+
+    def open(self, deal: int) -> bool:
+        """Belong to this deal; True if that emptied the ledger: what it deals is to be filled in, even if that is nothing."""
+        if deal == self.deal:
+            return False
+        self.deal, self.held = deal, ()
+        self._empty()
+        return True
+
+    def fill(self, slots: tuple[int, ...], compute: Callable[[tuple[int, ...]], Contribution]) -> None:
+        """Compute slots and take them in. ``compute(())`` gives zeros of the right sizes."""
+        for portion in self._portions(slots):
+            if set(portion) & set(self.held):
+                raise LedgersDiffer(f"slots {portion} are to be computed, but {self.held} are held already")
+            self._secure()
+            contribution = compute(portion)
+            self._buffers = contribution.gradients
+            self._take(portion, contribution)
+            self.held = tuple(sorted((*self.held, *portion)))
+
+    def exchange(self, link: Link, slots: int, stop: Callable[[], bool], timeout_s: float) -> Inventory:
+        """Tell all members what I hold, and learn what they do. Raises LinkBroken, LedgersDiffer."""
+        mine = torch.zeros(slots, dtype=torch.float64)
+        mine[list(self.held)] = 1.0
+        rows = link.gather(torch.cat([mine, self._head(slots)]), stop, timeout_s)
+        owners: dict[int, int] = {}
+        for member, row in enumerate(rows):
+            for slot in row[:slots].nonzero().flatten().tolist():
+                if slot in owners:
+                    raise LedgersDiffer(f"slot {slot} is held by replicas {link.replicas[owners[slot]]} and {link.replicas[member]}")
+                owners[slot] = member
+        return Inventory(slots, owners, self._fold([row[slots:] for row in rows], owners))
+
+    @abstractmethod
+    def total(
+        self, link: Link, inventory: Inventory, stop: Callable[[], bool], timeout_s: float, issued: Callable[[], None]
+    ) -> list[torch.Tensor]:
+        """Gradients of all slots, out of place; bitwise equal on all members. ``issued``: collectives run. Raises LinkBroken."""
+
+    @abstractmethod
+    def _portions(self, slots: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
+        """In how many computations slots are taken in; always at least one."""
+
+    @abstractmethod
+    def _secure(self) -> None:
+        """Before a computation, which overwrites the engine's buffers."""
+
+    @abstractmethod
+    def _take(self, slots: tuple[int, ...], contribution: Contribution) -> None: ...
+
+    @abstractmethod
+    def _head(self, slots: int) -> torch.Tensor:
+        """My sums, as sent to the others: of the same length on all members."""
+
+    @abstractmethod
+    def _fold(self, heads: list[torch.Tensor], owners: dict[int, int]) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _empty(self) -> None: ...
+
+
+class SumLedger(Ledger):
+    """One sum. The first contribution stays where the engine has it; only when a second one follows, after a death, are the two
+    added in a buffer of the ledger's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gradients: list[torch.Tensor] = []
+        self._own: list[torch.Tensor] | None = None
+        self._sums = torch.zeros(0, dtype=torch.float64)
+
+    def total(
+        self, link: Link, inventory: Inventory, stop: Callable[[], bool], timeout_s: float, issued: Callable[[], None]
+    ) -> list[torch.Tensor]:
+        return link.sum(self._gradients, stop, timeout_s, issued)
+
+    def _portions(self, slots: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
+        return [slots]
+
+    def _secure(self) -> None:
+        if self.held and self._own is None:
+            self._own = [g.detach().clone() for g in self._gradients]
+
+    def _take(self, slots: tuple[int, ...], contribution: Contribution) -> None:
+        if not self.held:
+            self._gradients, self._own, self._sums = contribution.gradients, None, contribution.sums.to(torch.float64)
+            return
+        assert self._own is not None
+        for own, gradient in zip(self._own, contribution.gradients, strict=True):
+            own += gradient
+        self._gradients = self._own
+        self._sums = self._sums + contribution.sums
+
+    def _head(self, slots: int) -> torch.Tensor:
+        return self._sums
+
+    def _fold(self, heads: list[torch.Tensor], owners: dict[int, int]) -> torch.Tensor:
+        total = torch.zeros_like(heads[0])
+        for head in heads:
+            total += head
+        return total
+
+    def _empty(self) -> None:
+        self._gradients, self._own = [], None
+
+
+class SlotLedger(Ledger):
+    """Each slot by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._slots: dict[int, Contribution] = {}
+        self._zeros = torch.zeros(0, dtype=torch.float64)
+
+    def total(
+        self, link: Link, inventory: Inventory, stop: Callable[[], bool], timeout_s: float, issued: Callable[[], None]
+    ) -> list[torch.Tensor]:
+        owners = [inventory.owners[slot] for slot in range(inventory.slots)]
+        mine = {slot: contribution.gradients for slot, contribution in self._slots.items()}
+        return link.fold(self._buffers, owners, mine, stop, timeout_s, issued)
+
+    def _portions(self, slots: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
+        return [(slot,) for slot in slots] or [()]
+
+    def _secure(self) -> None:
+        pass  # every slot was copied when it was taken in
+
+    def _take(self, slots: tuple[int, ...], contribution: Contribution) -> None:
+        self._zeros = torch.zeros_like(contribution.sums, dtype=torch.float64)
+        for slot in slots:
+            self._slots[slot] = Contribution([g.detach().clone() for g in contribution.gradients], contribution.sums.to(torch.float64))
+
+    def _head(self, slots: int) -> torch.Tensor:
+        rows = [self._slots[slot].sums if slot in self._slots else self._zeros for slot in range(slots)]
+        return torch.cat(rows)
+
+    def _fold(self, heads: list[torch.Tensor], owners: dict[int, int]) -> torch.Tensor:
+        width = len(self._zeros)
+        total = self._zeros.clone()
+        for slot in sorted(owners):
+            total += heads[owners[slot]][slot * width : (slot + 1) * width]
+        return total
+
+    def _empty(self) -> None:
+        self._slots.clear()

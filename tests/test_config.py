@@ -270,6 +270,8 @@ def test_the_trees_of_these_tests_are_possible(tree: dict[str, Any]) -> None:
             "layout.spares=1 wait for deaths that recovery.enabled=false",
         ),
         ({"layout__spares": 1}, "layout.spares=1 with layout.replicas=1: a spare heals from"),
+        ({"recovery__mode": "wait"}, "recovery.mode=wait waits for a spare"),
+        ({"recovery__exact": True, "engine__deterministic": False}, "recovery.exact=true promises equal bits"),
         ({"recovery__min_replicas": 2}, "recovery.min_replicas=2 is more than layout.replicas=1"),
         ({"recovery__silence_s": 1}, "recovery.silence_s=1.0 is not longer than recovery.heartbeat_s=1.0"),
         ({"faults": [{"step": 1}, {"step": 1, "replica": 1}]}, "faults.1.replica=1 does not exist"),

@@ -298,6 +298,21 @@ def test_deaths_survivable(changes: dict[str, Any], at_once: int, sentence: str)
     assert sentence in recovery_lines(plan)[0]
 
 
+@pytest.mark.parametrize(
+    ("recovery", "sentence"),
+    [
+        ({}, "2 standby links a rank: one death at a time costs survivors no new link"),
+        ({"standby_links_up_to": 2}, "no standby links: recovery.standby_links_up_to=2 and 3 replicas; survivors form a link"),
+        ({"mode": "retry"}, "compute the whole step anew"),
+    ],
+)
+def test_the_plan_says_what_survivors_will_do(recovery: dict[str, Any], sentence: str) -> None:
+    from everstep.plan import recovery_lines
+
+    lines = recovery_lines(make_plan(planned(layout={"replicas": 3}, recovery=recovery), {}))
+    assert any(sentence in line for line in lines), lines
+
+
 def test_memory_follows_what_it_depends_on() -> None:
     base = make_plan(planned(), {}).memory[0]
     shape = describe(planned().model)
@@ -313,6 +328,15 @@ def test_memory_follows_what_it_depends_on() -> None:
     assert sharded.optimizer == base.optimizer // 2 and sharded.recovery == base.recovery // 2
     whole = make_plan(planned(layout={"dp": 2}, engine={"distributed_optimizer": False}), {}).memory[0]
     assert whole.optimizer == base.optimizer
+
+    two = {"replicas": 2}
+    salvaging = make_plan(planned(layout=two), {})
+    assert salvaging.memory[0].salvage == salvaging.memory[0].recovery == base.recovery
+    assert make_plan(planned(layout=two, recovery={"mode": "retry"}), {}).memory[0].salvage == 0
+    exact = make_plan(planned(layout=two, recovery={"exact": True}), {})
+    slots, mine = exact.sizes.main.slots, max(exact.sizes.main.slots_per_replica)
+    assert exact.memory[0].recovery == base.recovery * (1 + mine)
+    assert exact.memory[0].salvage == base.recovery * (slots - mine)
 
     kept = make_plan(planned(rl={"kl_coef": 0.1}), {}).memory[0]
     assert kept.reference == kept.weights and kept.state == base.state + kept.weights

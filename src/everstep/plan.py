@@ -37,7 +37,8 @@ class RankMemory:
     weights: int
     gradients: int
     optimizer: int  # float32 masters (bfloat16 only) and Adam's two moments
-    recovery: int  # the step's total, kept apart from the gradients until it is committed
+    recovery: int  # the step's total, kept apart from the gradients until it is committed; in exact mode every slot's gradient
+    salvage: int  # more than that in a step in which a replica dies
     reference: int  # the reference model of the KL term
     rollout: int  # the generation engine's copy of the whole model
     activations: int
@@ -128,7 +129,10 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
         weights      b P
         gradients    4 P              (summed in float32)
         optimizer    8 S              (Adam's moments), and 4 S more for float32 masters if b = 2
-        recovery     4 S              (a total is never reduced in place)
+        recovery     4 S              (a total is never reduced in place), and 4 S for each slot of the replica with
+                                      recovery.exact
+        salvage      4 S              (what is salvaged is added to a sum of its own); with recovery.exact 4 S for each
+                                      slot more than the replica has, if it were the last one left
         reference    b P              (if rl.kl_coef > 0)
         rollout      b (whole model)  (grpo; on the ranks that generate: last stage, tp 0, cp 0)
 
@@ -167,11 +171,15 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
     activations = width * tokens * (layers * kept + again)
     last = at.pp == layout.pp - 1
     generates = config.recipe == "grpo" and rank in layout.collect_ranks()
+    held = max(max(step.slots_per_replica) for step in steps) if config.recovery.exact else 0
+    salvaged = max(step.slots for step in steps) - held if config.recovery.exact else 1
+    salvages = config.recovery.enabled and config.recovery.mode == "salvage" and layout.replicas > 1
     return RankMemory(
         weights=width * parameters,
         gradients=4 * parameters,
         optimizer=(8 if width == 4 else 12) * shard,
-        recovery=4 * shard,
+        recovery=4 * shard * (1 + held),
+        salvage=4 * shard * salvaged if salvages else 0,
         reference=width * parameters if config.recipe == "grpo" and config.rl.kl_coef > 0 else 0,
         rollout=width * shape.parameters if generates else 0,
         activations=activations,
@@ -323,8 +331,30 @@ def recovery_lines(plan: Plan) -> list[str]:
     when = " and ".join(part for part in (every, "at the end" if checkpoint.at_end else "") if part) or "never"
     lines = [first]
     if config.recovery.enabled and layout.replicas > 1:
+        lines += death_lines(plan)
         lines.append(f"a heal sends {size_text(heal)} to one rank: {heal / _QUOTED_BYTES_PER_S:.1f} s at 1 GB/s")
     lines.append(f"a checkpoint ({when}) writes {size_text(plan.checkpoint_bytes)}; {checkpoint.keep_last} are kept")
+    return lines
+
+
+def death_lines(plan: Plan) -> list[str]:
+    """What survivors of a death in a step do, and on which link."""
+    recovery, replicas = plan.config.recovery, plan.config.layout.replicas
+    extra = max(memory.salvage for memory in plan.memory)
+    lines = {
+        "salvage": [f"after a death survivors compute only what died (recovery.mode=salvage), with {size_text(extra)} a rank for that step"],
+        "retry": ["after a death survivors compute the whole step anew (recovery.mode=retry)"],
+        "wait": ["after a death the step waits for a spare (recovery.mode=wait)"],
+    }[recovery.mode]
+    if recovery.mode == "wait" or replicas == 2:
+        return lines  # one survivor, or none, goes on: no link
+    if replicas <= recovery.standby_links_up_to:
+        lines.append(f"{_count(replicas - 1, 'standby link')} a rank: one death at a time costs survivors no new link")
+    else:
+        lines.append(
+            f"no standby links: recovery.standby_links_up_to={recovery.standby_links_up_to} and {replicas} replicas; survivors form a link "
+            "after each death"
+        )
     return lines
 
 

@@ -130,6 +130,14 @@ def _check_recovery(config: Config) -> None:
             f"layout.spares={layout.spares} with layout.replicas=1: a spare heals from the same rank of another "
             "replica; use layout.replicas=2 or more, or layout.spares=0"
         )
+    if recovery.enabled and recovery.mode == "wait" and not layout.spares:
+        raise ConfigError(
+            "recovery.mode=wait waits for a spare to take a dead rank's place, but layout.spares=0; add spares, or use recovery.mode=salvage"
+        )
+    if recovery.exact and not config.engine.deterministic:
+        raise ConfigError(
+            "recovery.exact=true promises equal bits, which engine.deterministic=false does not give; set engine.deterministic=true"
+        )
     if recovery.min_replicas > layout.replicas:
         raise ConfigError(
             f"recovery.min_replicas={recovery.min_replicas} is more than layout.replicas={layout.replicas}; "

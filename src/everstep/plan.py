@@ -129,7 +129,7 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
         weights      b P
         gradients    4 P              (summed in float32)
         optimizer    8 S              (Adam's moments), and 4 S more for float32 masters if b = 2
-        recovery     4 S              (a total is never reduced in place), and 4 S for each slot of the replica with
+        recovery     4 S              (with recovery.enabled no total is made in place), and 4 S for each slot of the replica with
                                       recovery.exact
         salvage      4 S              (what is salvaged is added to a sum of its own); with recovery.exact 4 S for each
                                       slot more than the replica has, if it were the last one left
@@ -178,7 +178,7 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
         weights=width * parameters,
         gradients=4 * parameters,
         optimizer=(8 if width == 4 else 12) * shard,
-        recovery=4 * shard * (1 + held),
+        recovery=4 * shard * (int(config.recovery.enabled) + held),
         salvage=4 * shard * salvaged if salvages else 0,
         reference=width * parameters if config.recipe == "grpo" and config.rl.kl_coef > 0 else 0,
         rollout=width * shape.parameters if generates else 0,

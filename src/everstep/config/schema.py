@@ -278,7 +278,8 @@ class CheckpointConfig(Section):
 class RecoveryConfig(Section):
     enabled: bool = Field(
         True,
-        description="false: the first death of a rank ends the run, resumable; nothing is repaired.",
+        description="false: the first death of a rank ends the run, resumable; nothing is kept apart for a recovery, sums are made in "
+        "place, no rank waits for commits.",
     )
     mode: Literal["salvage", "retry", "wait"] = Field(
         "salvage",

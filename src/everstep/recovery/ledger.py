@@ -84,9 +84,10 @@ class Ledger(ABC):
 
     @abstractmethod
     def total(
-        self, link: Link, inventory: Inventory, stop: Callable[[], bool], timeout_s: float, issued: Callable[[], None]
+        self, link: Link, inventory: Inventory, stop: Callable[[], bool], timeout_s: float, issued: Callable[[], None], in_place: bool = False
     ) -> list[torch.Tensor]:
-        """Gradients of all slots, out of place; bitwise equal on all members. ``issued``: collectives run. Raises LinkBroken."""
+        """Gradients of all slots; bitwise equal on all members. Out of place unless ``in_place`` allows to give up what is held.
+        ``issued``: called once collectives run. Raises LinkBroken."""
 
     @abstractmethod
     def _portions(self, slots: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
@@ -121,9 +122,9 @@ class SumLedger(Ledger):
         self._sums = torch.zeros(0, dtype=torch.float64)
 
     def total(
-        self, link: Link, inventory: Inventory, stop: Callable[[], bool], timeout_s: float, issued: Callable[[], None]
+        self, link: Link, inventory: Inventory, stop: Callable[[], bool], timeout_s: float, issued: Callable[[], None], in_place: bool = False
     ) -> list[torch.Tensor]:
-        return link.sum(self._gradients, stop, timeout_s, issued)
+        return link.sum(self._gradients, stop, timeout_s, issued, in_place)
 
     def _portions(self, slots: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
         return [slots]
@@ -164,7 +165,7 @@ class SlotLedger(Ledger):
         self._zeros = torch.zeros(0, dtype=torch.float64)
 
     def total(
-        self, link: Link, inventory: Inventory, stop: Callable[[], bool], timeout_s: float, issued: Callable[[], None]
+        self, link: Link, inventory: Inventory, stop: Callable[[], bool], timeout_s: float, issued: Callable[[], None], in_place: bool = False
     ) -> list[torch.Tensor]:
         owners = [inventory.owners[slot] for slot in range(inventory.slots)]
         mine = {slot: contribution.gradients for slot, contribution in self._slots.items()}

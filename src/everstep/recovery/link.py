@@ -63,14 +63,15 @@ class Link:
         self.sum([torch.ones(8, device=self._device)], stop, self._timeout_s)
 
     def sum(
-        self, tensors: Sequence[torch.Tensor], stop: Callable[[], bool], timeout_s: float, issued: Callable[[], None] = lambda: None
+        self, tensors: Sequence[torch.Tensor], stop: Callable[[], bool], timeout_s: float, issued: Callable[[], None] = lambda: None,
+        in_place: bool = False,
     ) -> list[torch.Tensor]:
-        """Sums over the members, out of place: a broken reduce destroys nothing. Bitwise equal on all members.
+        """Sums over the members, out of place (a broken reduce destroys nothing) unless asked otherwise. Bitwise equal on all members.
 
         Tensors of one dtype are flattened into buckets of ``BUCKET_BYTES``. ``issued`` is called once the collectives run. Raises
         LinkBroken if ``stop`` turns true or a member is gone, DeadlineExceeded after ``timeout_s``.
         """
-        totals = [t.detach().clone() for t in tensors]
+        totals = [t.detach() if in_place else t.detach().clone() for t in tensors]
         if self._alone():
             issued()
             return totals

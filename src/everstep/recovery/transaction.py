@@ -132,9 +132,16 @@ class Transaction:
                     self._void(record, work.step, str(broken))
                     self._await_next_view(record, broken)
                     continue
+                if not self._config.enabled and _is_finite(total):
+                    # No death is survived, so the commit needs no waiting for: whoever lacks it resumes from a checkpoint.
+                    return self._finish(work, Outcome.APPLY, total, attempts)
                 decision = self._control.after(record.number, self._config.step_timeout_s, f"the commit of step {work.step}")
                 if decision.kind is Kind.COMMIT and decision.step == work.step:
-                    return self._finish(work, decision, total, attempts)
+                    if decision.epoch != total.epoch:
+                        raise Fenced(
+                            f"step {work.step} was committed in epoch {decision.epoch}, this rank holds the total of {total.epoch}"
+                        )
+                    return self._finish(work, decision.outcome, total, attempts)
                 self._void(record, work.step, decision.cause)
         finally:
             self._sender = None  # a sender of a voided attempt ends by itself: its epoch is over
@@ -242,14 +249,12 @@ class Transaction:
         """The total over all members, out of place. The ranks of a replica leave together."""
         where = dict(step=work.step, epoch=view.epoch.key, replica=self._replica, rank=self._rank)
 
-        def issued() -> None:
-            self._enter(Phase.REDUCE, work.step)
-            self._events.emit("reduce", **where)  # type: ignore[arg-type]
-
+        issued: Callable[[], None] = lambda: self._events.emit("reduce", **where)  # type: ignore[arg-type]
+        self._enter(Phase.REDUCE, work.step)
         gradients: list[torch.Tensor] | None = None
         broken = "another rank of this replica left the attempt"
         try:
-            gradients = ledger.total(link, inventory, stale, self._config.step_timeout_s, issued)
+            gradients = ledger.total(link, inventory, stale, self._config.step_timeout_s, issued, in_place=not self._config.enabled)
             self._events.emit("reduced", **where)  # type: ignore[arg-type]
         except LinkBroken as error:
             link.drop()
@@ -260,8 +265,8 @@ class Transaction:
         return gradients
 
     def _vote(self, work: Work, view: View, total: Total, ledger: Ledger) -> None:
-        digest = _digest(total.gradients)
-        finite = bool(torch.isfinite(total.sums).all()) and math.isfinite(total.grad_norm)
+        digest = _digest(total.gradients) if self._config.enabled else 0
+        finite = _is_finite(total)
         slots = tuple(range(work.slots))
         self._enter(Phase.VOTE, work.step)
         self._events.emit("vote", step=work.step, epoch=view.epoch.key, replica=self._replica, rank=self._rank, deal=view.deal.number,
@@ -270,13 +275,10 @@ class Transaction:
         bits = struct.unpack("<q", struct.pack("<d", total.grad_norm))[0]
         self._control.vote(Vote(self._worker, work.step, view.epoch, digest, total.divisor, bits, finite, slots))
 
-    def _finish(self, work: Work, commit: Record, total: Total, attempts: int) -> StepReport:
-        if commit.epoch != total.epoch:
-            raise Fenced(f"step {work.step} was committed in epoch {commit.epoch}, this rank holds the total of {total.epoch}")
+    def _finish(self, work: Work, outcome: Outcome, total: Total, attempts: int) -> StepReport:
         self._enter(Phase.APPLY, work.step)
-        assert commit.epoch is not None
-        epoch = commit.epoch.key
-        if commit.outcome is Outcome.APPLY:
+        epoch = total.epoch.key
+        if outcome is Outcome.APPLY:
             self._state.version = None  # dirty until every tensor is written
             work.apply(total)
             self._events.emit("apply", step=work.step, epoch=epoch, replica=self._replica, rank=self._rank,
@@ -285,7 +287,7 @@ class Transaction:
             self._events.emit("skip", step=work.step, epoch=epoch, replica=self._replica, rank=self._rank)
         self._state.version = work.step
         self._enter(Phase.IDLE, work.step)
-        return StepReport(work.step, commit.outcome, total.sums.tolist(), total.grad_norm, attempts,
+        return StepReport(work.step, outcome, total.sums.tolist(), total.grad_norm, attempts,
                           self._computed - self._dealt, dict(self._seconds))
 
     # -- heal ---------------------------------------------------------------------------------------------------------------
@@ -350,6 +352,10 @@ class Transaction:
 
     def _void(self, record: Record, step: int, cause: str) -> None:
         self._events.emit("void", step=step, epoch=record.view.epoch.key, replica=self._replica, rank=self._rank, cause=cause)
+
+
+def _is_finite(total: Total) -> bool:
+    return bool(torch.isfinite(total.sums).all()) and math.isfinite(total.grad_norm)
 
 
 def _digest(tensors: list[torch.Tensor]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from datetime import timedelta
@@ -72,7 +73,7 @@ def _totals(rank: int) -> list[tuple[torch.Tensor, list[torch.Tensor], int]]:
             assert not inventory.missing
             before = [g.clone() for g in engine.buffers]
             issued: list[int] = []
-            total = ledger.total(link, inventory, never, 20.0, lambda: issued.append(1))
+            total = ledger.total(link, inventory, never, 20.0, functools.partial(issued.append, 1))
             assert issued == [1] and all(torch.equal(a, b) for a, b in zip(before, engine.buffers, strict=True))
             found.append((inventory.sums, total, len(engine.computed)))
             link.drop()

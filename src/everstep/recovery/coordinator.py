@@ -304,12 +304,11 @@ class Coordinator:
     # -- records ------------------------------------------------------------------------------------------------------
 
     def _deal(self, members: tuple[Member, ...], healing: frozenset[int]) -> Deal:
-        replicas = [m.replica for m in members]
-        if self.mode is not Mode.WAIT:
-            replicas = [r for r in replicas if r not in healing]
-        elif len(members) < self.min_replicas:
-            replicas = []
-        return Deal(self.view.deal.number + 1, tuple(replicas))
+        if self.mode is Mode.WAIT:
+            dealt = members if len(members) >= self.min_replicas else ()
+        else:
+            dealt = tuple(m for m in members if m.replica not in healing)
+        return Deal(self.view.deal.number + 1, tuple((m.replica, m.build) for m in dealt))
 
     def _link_of(self, members: tuple[Member, ...]) -> tuple[str, bool]:
         """(name, whether every rank has it): the standby of these members, or a link that they will form."""

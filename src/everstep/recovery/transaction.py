@@ -122,7 +122,7 @@ class Transaction:
             while True:
                 self._enter(Phase.BEGIN, work.step)
                 record = self._agree_on_view(work.step)
-                if not record.view.deal.replicas:  # nothing is computed until the dead are replaced
+                if not record.view.deal.lives:  # nothing is computed until the dead are replaced
                     self._control.after(record.number, self._config.step_timeout_s, "a view that deals slots")
                     continue
                 attempts += 1
@@ -186,7 +186,8 @@ class Transaction:
         else:
             self._serve_heal(view, stale)
         if ledger.open(view.deal.number):
-            mine = assign(range(work.slots), view.deal.replicas).get(self._replica, ())
+            member = view.member(self._replica)
+            mine = view.deal.share(member, work.slots) if member else ()
             self._dealt = self._dealt or len(mine)
             self._fill(Phase.COMPUTE, work, view, ledger, mine)
         self._finish_sending()
@@ -358,11 +359,18 @@ def _is_finite(total: Total) -> bool:
     return bool(torch.isfinite(total.sums).all()) and math.isfinite(total.grad_norm)
 
 
+_COLUMNS = 4096
+
+
 def _digest(tensors: list[torch.Tensor]) -> int:
-    """A checksum of all bits, computed where the tensors are: equal totals give equal digests on every member."""
+    """A checksum of all bits, computed where the tensors are: equal totals give equal digests on every member. Sums of the 32-bit
+    words by column and by row of a table, weighed by their places; read twice, nothing of the tensors' size is allocated."""
     digest = 0
     for tensor in tensors:
-        words = tensor.detach().contiguous().view(torch.int32).to(torch.int64)
-        weights = torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64) % 65521
-        digest = (digest * 1_000_003 + int((words.reshape(-1) * weights).sum())) & 0x7FFF_FFFF_FFFF_FFFF
+        words = tensor.detach().contiguous().view(torch.int32).reshape(-1)
+        whole = words.numel() // _COLUMNS * _COLUMNS
+        table, rest = words[:whole].view(-1, _COLUMNS), words[whole:]
+        for sums in (table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64), rest.to(torch.int64)):
+            places = torch.arange(1, sums.numel() + 1, device=sums.device, dtype=torch.int64) % 65521
+            digest = (digest * 1_000_003 + int((sums * places).sum())) & 0x7FFF_FFFF_FFFF_FFFF
     return digest

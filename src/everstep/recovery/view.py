@@ -48,11 +48,21 @@ class Deal:
 
     Each commit deals the next step's slots, and views repeat the deal: whoever begins late, under a later view, still computes the
     slots it was dealt, and no slot has two owners (rule 1). A rank whose ledger belongs to a deal with another ``number`` empties
-    it and computes what the new deal gives it. With no ``replicas`` nothing is computed until a later view deals again.
+    it and computes what the new deal gives it. ``lives``: (replica, build) of those dealt to; a replica formed anew within the step
+    has none of its former life's slots, they are salvaged like any other. With no lives nothing is computed until a later view deals
+    again.
     """
 
     number: int
-    replicas: tuple[int, ...]
+    lives: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return tuple(replica for replica, _ in self.lives)
+
+    def share(self, member: Member, slots: int) -> tuple[int, ...]:
+        """What this member was dealt of ``slots`` slots."""
+        return assign(range(slots), self.replicas)[member.replica] if (member.replica, member.build) in self.lives else ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,7 @@ class View:
     committed: int
     link_id: str
     link_ready: bool = False
-    deal: Deal = Deal(0, ())
+    deal: Deal = Deal(0)
     links: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -164,7 +174,7 @@ def view_from_json(d: dict[str, Any]) -> View:
         epoch=Epoch(**d["epoch"]),
         members=tuple(Member(m["replica"], m["build"], tuple(m["workers"])) for m in d["members"]),
         healing=frozenset(d["healing"]), committed=d["committed"], link_id=d["link_id"], link_ready=d["link_ready"],
-        deal=Deal(d["deal"]["number"], tuple(d["deal"]["replicas"])), links=tuple(d["links"]),
+        deal=Deal(d["deal"]["number"], tuple((r, b) for r, b in d["deal"]["lives"])), links=tuple(d["links"]),
     )
 
 

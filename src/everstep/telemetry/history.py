@@ -81,6 +81,16 @@ class Record:
         return self._by_attempt.get((kind, commit.step, epoch_key(commit.epoch)), [])
 
 
+    def given_by_the_dead(self, vote: Event, rank: int, slots: set[int]) -> list[int]:
+        """Those of ``slots`` that a rank computed, in the deal of this vote, whose replica died in the step before it could vote."""
+        died = {e["replica"] for e in self.kind("death") if e.step == vote.step}
+        found: set[int] = set()
+        for (_, step, incarnation, deal), events in self._computed.items():
+            if (step, incarnation, deal) == (vote.step, epoch_key(vote.epoch)[0], vote["deal"]):
+                found |= {s for e in events if e["rank"] == rank and e["replica"] in died for s in e["slots"]}
+        return sorted(found & slots)
+
+
 def check(folder: str | os.PathLike[str]) -> list[Finding]:
     """All findings for a run folder, in the order of their numbers. Raises EventLogError if the log cannot be read."""
     path = Path(folder)
@@ -203,8 +213,10 @@ def divisor_is_contribution(record: Record) -> tuple[str, bool]:
             computed = sorted(s for e in record.computed_for(vote) for s in e["slots"])
             if computed != vote["held"]:
                 raise Broken(f"step {commit.step}: {vote.who} says it holds slots {vote['held']}, it computed {computed} in deal {vote['deal']}")
-        if odd := {rank: slots for rank, slots in held.items() if sorted(slots) != ledger}:
-            raise Broken(f"step {commit.step}: the members together hold slots {odd} (by rank), the total {ledger}")
+        for rank, slots in held.items():
+            given = slots + record.given_by_the_dead(votes[0], rank, set(ledger) - set(slots))
+            if sorted(given) != ledger:
+                raise Broken(f"step {commit.step}: the members' ranks {rank} together hold slots {sorted(given)}, the total {ledger}")
     return f"{len(commits)} commits: divisor, ledger and computed slots agree", bool(commits)
 
 

@@ -23,7 +23,7 @@ from everstep.recovery.proxy import Relay
 from everstep.telemetry.events import Event, read_events
 from everstep.telemetry.history import check
 
-QUICK = ["recovery.heartbeat_s=0.2", "recovery.silence_s=2.0", "recovery.progress_timeout_s=2.0", "recovery.fence_s=1.0",
+QUICK = ["recovery.heartbeat_s=0.2", "recovery.silence_s=3.0", "recovery.progress_timeout_s=3.0", "recovery.fence_s=1.5",
          "recovery.step_timeout_s=30", "recovery.link_timeout_s=15"]
 
 
@@ -36,33 +36,31 @@ def death_of(run: Finished, fault: Event) -> Event:
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("ray_cluster")
 def test_every_kind_of_fault_is_noticed_by_its_own_means(tmp_path):
-    """3 replicas, 5 spares: seven faults in one run, each noticed in its way, none costing a step or a sample."""
+    """3 replicas, 4 spares: six faults in one run, each noticed in its way, none costing a step or a sample."""
     run = finish(config(
-        SFT, tmp_path / "run", *QUICK, "sft.steps=80", "checkpoint.at_end=false", "layout.replicas=3", "layout.spares=5",
+        SFT, tmp_path / "run", *QUICK, "sft.steps=66", "checkpoint.at_end=false", "layout.replicas=3", "layout.spares=4",
         "sft.samples_per_step=60", "train.verify_every=5",
         "faults=[{step: 2, kind: nan, replica: 1}, {step: 3, kind: kill, phase: spare, rank: 1},"
-        " {step: 6, kind: hang, phase: reduce, replica: 1}, {step: 22, kind: exit, phase: commit, replica: 0},"
-        " {step: 36, kind: segv, phase: apply, replica: 1}, {step: 50, kind: oom, replica: 0},"
-        " {step: 66, kind: partition, replica: 2}]",
+        " {step: 6, kind: hang, phase: reduce, replica: 1}, {step: 22, kind: segv, phase: commit, replica: 0},"
+        " {step: 36, kind: oom, replica: 1}, {step: 52, kind: partition, replica: 2}]",
     ))
-    assert_invariants(run, steps=80)
+    assert_invariants(run, steps=66)
     faults = {e["kind"]: e for e in run.kind("fault")}
-    assert set(faults) == {"nan", "kill", "hang", "exit", "segv", "oom", "partition"}, "a fault did not fire"
+    assert set(faults) == {"nan", "kill", "hang", "segv", "oom", "partition"}, "a fault did not fire"
     for kind, words in {
-        "kill": ("process ended", "Its process ended", "its process ended"), "hang": ("no progress: step 6, reduc",), "segv": ("process ended",),
-        "exit": ("process ended",), "oom": ("process ended", "out of memory", "silent for"), "partition": ("fenced itself",),
+        "kill": ("process ended",), "hang": ("no progress: step 6, reduc",), "segv": ("process ended", "its process ended"), "oom": ("out of memory in train_step",), "partition": ("fenced itself",),
     }.items():
         death = death_of(run, faults[kind])
         assert death["cause"].startswith(words), (kind, death["cause"])
-        assert death.t_wall - faults[kind].t_wall < 6.0, (kind, death["cause"])
+        assert death.t_wall - faults[kind].t_wall < 8.0, (kind, death["cause"])
     assert any("non-finite" in v["cause"] for v in run.kind("view")), "the NaN was not seen"
     assert not [e for e in run.kind("death") if e["worker"] == faults["nan"]["worker"] and e.t_wall < faults["hang"].t_wall]
     assert death_of(run, faults["kill"])["replica"] == -1
-    assert faults["hang"]["found"] == "step 6, reduce" and faults["exit"]["done"] == "os._exit(13) on a thread"
+    assert faults["hang"]["found"] == "step 6, reduce" and faults["segv"]["done"] == "read from address 0"
     assert faults["segv"].who == faults["segv"]["worker"], "what happens inside is told by the victim"
     (fenced,) = run.kind("fenced")
-    assert fenced.who == faults["partition"]["worker"] and 0.8 < fenced.t_wall - faults["partition"].t_wall < 3.0
-    assert len(run.kind("death")) == 6
+    assert fenced.who == faults["partition"]["worker"] and 1.2 < fenced.t_wall - faults["partition"].t_wall < 5.0
+    assert len(run.kind("death")) == 5
     assert gone(run.pids)
 
 
@@ -77,7 +75,7 @@ def test_of_two_ranks_of_a_replica_the_hung_one_is_replaced_and_its_mate_lives_o
     assert_invariants(run, steps=40)
     hang, gil = run.kind("fault")
     assert death_of(run, hang)["cause"].startswith("no progress: step 4, compute")
-    assert "silent for 2 s" in death_of(run, gil)["cause"] or "no progress" in death_of(run, gil)["cause"]
+    assert "silent for 3 s" in death_of(run, gil)["cause"] or "no progress" in death_of(run, gil)["cause"]
     assert len(run.kind("death")) == 2, "a healthy rank was taken for the culprit"
     assert run.kind("commit")[-1]["members"] == [0, 1]
     assert gone(run.pids)
@@ -124,8 +122,7 @@ def test_chaos_from_the_command_line_ends_with_the_proof(tmp_path):
 
 
 def test_a_rank_behind_a_cut_fences_itself_within_its_deadline_and_one_that_is_only_idle_does_not(tmp_path):
-    server, members = serve(tmp_path)
-    server._heartbeat_s = 0.1
+    server, members = serve(tmp_path, heartbeat_s=0.1)
     relay = Relay(server.address)
     cut, fine = (Control(address, "secret", w, 0.1, fence_s=0.6) for address, w in ((relay.address, "w0"), (server.address, "w1")))
     told: list[str] = []
@@ -148,8 +145,7 @@ def test_a_rank_behind_a_cut_fences_itself_within_its_deadline_and_one_that_is_o
 
 
 def test_a_rank_that_was_suspended_itself_does_not_take_that_for_silence(tmp_path):
-    server, _ = serve(tmp_path)
-    server._heartbeat_s = 0.1
+    server, _ = serve(tmp_path, heartbeat_s=0.1)
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):

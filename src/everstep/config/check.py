@@ -17,7 +17,7 @@ from everstep.config.schema import Config, Fault
 from everstep.engine.source import ModelShape, describe, resolve
 from everstep.errors import BadInput, ConfigError
 from everstep.layout import Layout
-from everstep.recovery.faults import DEADLY, PHASES
+from everstep.recovery.faults import AT_POINT, DEADLY, PHASES
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -159,7 +159,7 @@ def _check_faults(config: Config, sizes: derive.Sizes, environ: Mapping[str, str
                 f"faults.{i}.kind={fault.kind} would stop launcher=local for good: its one replica has no peer that goes on, and its "
                 "coordinator lives in rank 0; use launcher=ray, or a kind that ends the process"
             )
-        if fault.delay_s and fault.kind in ("nan", "hang", "error"):
+        if fault.delay_s and fault.kind in AT_POINT:
             raise ConfigError(f"faults.{i}.delay_s={fault.delay_s:g}: {fault.kind} happens at a point of the program, not after a time")
 
 

@@ -346,7 +346,7 @@ class Fault(Section):
     kind: FaultKind = Field(
         "kill",
         description="`kill` SIGKILL, `stop` SIGSTOP, from outside. Inside the process: `exit` os._exit, `segv` reads address 0, `gil` a C "
-        "call that keeps the interpreter lock for ever, `oom` allocates until RLIMIT_AS refuses, `nan` spoils the gradient, `hang` "
+        "call that keeps the interpreter lock for ever, `oom` the main thread takes memory until RLIMIT_AS refuses, `nan` spoils the gradient, `hang` "
         "the main thread never goes on, `error` user code raises. `partition`: the control connection goes silent.",
     )
     replica: int = Field(0, ge=0, description="Victim's replica; not used by phase spare.")
@@ -354,7 +354,7 @@ class Fault(Section):
     delay_s: float = Field(
         0.0,
         ge=0,
-        description="Seconds between the victim's entry into the phase and the fault (not for nan, hang, error).",
+        description="Seconds between the victim's entry into the phase and the fault (not for nan, hang, oom, error).",
     )
 
 

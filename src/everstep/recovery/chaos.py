@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from everstep.config import derive
 from everstep.config.schema import Config, Fault
 from everstep.errors import BadInput
-from everstep.recovery.faults import DEADLY, PHASES
+from everstep.recovery.faults import AT_POINT, DEADLY, PHASES
 
 #: Kinds that end a run by design: a failure of user code would fail on every replica.
 FATAL = frozenset({"error"})
@@ -94,7 +94,7 @@ class _Draw:
         if not phases:
             return None
         phase = self._rng.choice(phases)
-        delay_s = round(self._rng.uniform(0.0, MAX_DELAY_S), 4) if kind not in ("nan", "hang", "error") else 0.0
+        delay_s = round(self._rng.uniform(0.0, MAX_DELAY_S), 4) if kind not in AT_POINT else 0.0
         if kind in DEADLY and self._spares:
             self._spares -= 1
             if not idle:

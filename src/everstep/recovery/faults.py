@@ -24,8 +24,9 @@ from everstep.telemetry.events import EventLog
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 OUTSIDE = frozenset({"kill", "stop", "partition"})
-THREAD = frozenset({"exit", "segv", "gil", "oom"})  # inside the victim, on a thread of its own
-DEADLY = OUTSIDE | THREAD | {"hang"}                # cost the victim's process
+THREAD = frozenset({"exit", "segv", "gil"})          # inside the victim, on a thread of its own
+AT_POINT = frozenset({"nan", "hang", "oom", "error"})  # inside the victim, on its main thread
+DEADLY = (OUTSIDE | THREAD | AT_POINT) - {"nan", "error"}  # cost the victim's process
 ACKNOWLEDGE_S = 5.0  # for a victim to say that it holds its order, before the step begins without it
 
 _STEP = frozenset({"compute", "reduce", "vote", "apply", "heal"})
@@ -33,8 +34,8 @@ _CALLS = frozenset({"save", "rollout"})
 
 #: Where each kind makes sense.
 PHASES: dict[str, frozenset[str]] = {
-    **dict.fromkeys(("kill", "stop", "partition", "exit", "segv", "gil", "oom"), _STEP | _CALLS | {"commit", "spare"}),
-    "hang": _STEP | _CALLS,                     # an idle spare's main thread hangs by nature
+    **dict.fromkeys(("kill", "stop", "partition", "exit", "segv", "gil"), _STEP | _CALLS | {"commit", "spare"}),
+    **dict.fromkeys(("hang", "oom"), _STEP | _CALLS),  # an idle spare's main thread waits by nature
     "nan": frozenset({"compute"}),              # the one phase that makes a gradient
     "error": frozenset({"compute", "rollout"}),  # where user code runs: losses, rewards' models, sampling
 }

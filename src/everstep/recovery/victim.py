@@ -6,7 +6,6 @@ act, because after it nobody could. Without orders nothing here runs but one loo
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import resource
@@ -14,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -23,7 +22,7 @@ from everstep.recovery.faults import THREAD
 from everstep.telemetry.events import EventLog
 
 EXIT_STATUS = 13
-_ROOM_BYTES = 64 << 20  # what `oom` leaves above the address space in use, before it takes that
+_ROOM_BYTES = 256 << 20  # what `oom` leaves above the address space in use, and then takes
 
 
 class InjectedError(Exception):
@@ -80,6 +79,10 @@ class Victim:
             self._announce(order, "the main thread sleeps for ever; the others go on")
             while True:
                 time.sleep(3600.0)
+        elif kind == "oom":
+            limit = _address_space() + _ROOM_BYTES
+            self._announce(order, f"RLIMIT_AS set to {limit} bytes, and memory taken on the main thread until that refuses")
+            exhaust(limit)
         else:
             assert kind == "error", kind
             self._announce(order, "InjectedError raised on the main thread")
@@ -97,10 +100,6 @@ class Victim:
             case "gil":
                 self._announce(order, "pause() called with the interpreter lock held")
                 ctypes.PyDLL(None).pause()
-            case "oom":
-                limit = _address_space() + _ROOM_BYTES
-                self._announce(order, f"RLIMIT_AS set to {limit} bytes, and memory taken until that refuses")
-                exhaust(limit)
 
     def _announce(self, order: Order, done: str) -> None:
         fault = order.fault
@@ -109,27 +108,17 @@ class Victim:
         self._tell(order.number, "fired")
 
 
-def exhaust(limit_bytes: int) -> None:
-    """Take all memory that ``limit_bytes`` of address space leave, in ever smaller pieces, and keep it while the process lives.
+def exhaust(limit_bytes: int) -> NoReturn:
+    """Take memory until ``limit_bytes`` of address space are used up: MemoryError, as under a batch system's limit.
 
-    Not the kernel's out-of-memory killer: what that does is a SIGKILL, and the kind `kill` is the same. Here the next
-    allocation of anybody in the process fails, as it does under a batch system's limit or an exhausted host.
+    What was taken is held as long as the exception is. Not the kernel's out-of-memory killer: what that does is a SIGKILL, and the
+    kind `kill` is the same.
     """
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard), hard))
     taken: list[bytearray] = []
-    size = 16 << 20
-    with contextlib.suppress(MemoryError):
-        while True:
-            try:
-                taken.append(bytearray(size))
-            except MemoryError:
-                if size <= 1024:
-                    break
-                size //= 2
     while True:
-        time.sleep(3600.0)  # the memory is this frame's
+        taken.append(bytearray(16 << 20))
 
 
 def _address_space() -> int:

@@ -89,15 +89,15 @@ def test_faults_in_rollout_and_in_save_and_user_code_that_raises(tmp_path):
         DEMO, tmp_path / "run", *QUICK, "recovery.call_timeout_s=12", "warmup.steps=2", "rl.iterations=14", "rl.prompts_per_step=8",
         "rl.samples_per_prompt=4", "train.micro_batch_size=8", "warmup.samples_per_step=32", "rl.eval_every=0", "data.eval_source=null",
         "layout.spares=2", "checkpoint.every_steps=8",
-        "faults=[{step: 4, kind: hang, phase: rollout, replica: 1}, {step: 8, kind: exit, phase: save, replica: 0},"
+        "faults=[{step: 4, kind: hang, phase: rollout, replica: 1}, {step: 8, kind: hang, phase: save, replica: 0},"
         " {step: 15, kind: error, phase: rollout, replica: 1}]",
     )
     with pytest.raises(WorkerFailed, match="failed in generate: InjectedError: injected fault: an exception in user code"):
         finish(conf)
     run = Finished(tmp_path / "run", read_events(tmp_path / "run" / "events"))
-    hang, left, error = run.kind("fault")
+    hang, alone, error = run.kind("fault")
     assert "owes the result of generate" in death_of(run, hang)["cause"]
-    assert death_of(run, left)["cause"].startswith(("process ended", "its process ended"))
+    assert "save_shard took longer than 12 s" in death_of(run, alone)["cause"]  # one replica saves: there are no peers to judge by
     assert [e.step for e in run.kind("save")] == [8]
     assert len(run.kind("death")) == 2 and run.kind("commit")[-1].step == 14 and error["kind"] == "error"
     assert not [f for f in check(run.folder) if f.held is False]

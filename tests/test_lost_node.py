@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,21 +43,23 @@ def tree(pid: int) -> set[int]:
 
 
 @pytest.fixture
-def cluster() -> Iterator[tuple[str, set[int]]]:
-    """A head with room for a replica and a spare, and another node for one replica: the address, and a call that lists the
-    processes of the other node."""
+def cluster() -> Iterator[tuple[str, int]]:
+    """A head with room for a replica and a spare, and another node for one replica: the address, and the other node's process.
+
+    In a folder of its own: what `ray start` notes in Ray's usual one would lead every later `ray.init` on this machine here.
+    """
     if os.geteuid() or subprocess.run(["unshare", "--uts", "true"], check=False).returncode:
         pytest.skip("a host name of its own takes a namespace, and that takes root")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ray = str(Path(sys.executable).with_name("ray"))
-    env = os.environ | QUICK_NOTICE
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: sockets lie in it
+    env = os.environ | QUICK_NOTICE | {"RAY_TMPDIR": folder}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": env}
     head = subprocess.Popen([ray, "start", "--head", f"--port={port}", "--num-cpus=2", "--node-ip-address=127.0.0.1",
                              "--include-dashboard=false", "--object-store-memory=100000000", "--block"], **quiet)
     node: subprocess.Popen[bytes] | None = None
-    mine: set[int] = set()
     try:
         end = time.monotonic() + 60
         while socket.socket().connect_ex(("127.0.0.1", port)) and time.monotonic() < end:
@@ -64,6 +68,7 @@ def cluster() -> Iterator[tuple[str, set[int]]]:
             ["unshare", "--uts", "sh", "-c",
              f"hostname {NODE} && exec {ray} start --address=127.0.0.1:{port} --num-cpus=1 --node-ip-address=127.0.0.2 "
              "--object-store-memory=100000000 --block"], **quiet)
+        until(lambda: namespace(node.pid) != namespace(os.getpid()), 10.0)
         yield f"127.0.0.1:{port}", node.pid
     finally:
         mine = tree(head.pid) | (tree(node.pid) | of_namespace(node.pid) if node else set())
@@ -73,6 +78,7 @@ def cluster() -> Iterator[tuple[str, set[int]]]:
         head.wait()
         if node:
             node.wait()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def of_namespace(pid: int) -> set[int]:

@@ -30,6 +30,7 @@ from everstep.cluster.actor import ActorInfo, ActorSpec, RankActor
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.dispatch import get_dispatch, ranks_of
 from everstep.cluster.group import StepResult, cut_slots
+from everstep.cluster.owed import Owed
 from everstep.cluster.placement import place
 from everstep.cluster.ray_runtime import (
     Putter,
@@ -62,7 +63,6 @@ from everstep.errors import (
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.coordinator import Coordinator, State
 from everstep.recovery.faults import FaultInjector
-from everstep.recovery.progress import overdue_results
 from everstep.recovery.proxy import Relay
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Kind, Member, Record
@@ -274,16 +274,14 @@ class RayGroup:
         ``called``: each worker, and the life of its replica that it was called in. A rank whose result does not come long after its
         peers' is expelled (recovery.progress_timeout_s); recovery.call_timeout_s ends the whole call.
         """
-        deadline = time.monotonic() + self.config.recovery.call_timeout_s
-        returned: dict[str, tuple[tuple[int, int], float]] = {}
-        placed = {worker: (member.replica, member.workers.index(worker)) for worker, member in called}
+        owed = Owed(self.server, self.config.recovery, f"the result of {method}")
         pending = dict(refs)
         results: list[Any] = [None] * len(called)
         while pending:
             done, _ = ray.wait(list(pending), num_returns=1, timeout=_POLL_S)
             for ref in done:
                 index = pending.pop(ref)
-                returned[called[index][0]] = placed[called[index][0]], time.monotonic()
+                owed.gave(*called[index])
                 try:
                     results[index] = ray.get(ref)
                 except RayError as error:
@@ -294,29 +292,11 @@ class RayGroup:
             view = self.server.coordinator.view
             if any(view.member(member.replica) != member for _, member in called):
                 return None
-            owing = {called[index][0]: placed[called[index][0]] for index in pending.values()}
-            self._expel_overdue(owing, returned, f"the result of {method}")
-            if owing and time.monotonic() > deadline:
-                self._give_up_call(set(owing), method)
+            owing = [called[index] for index in pending.values()]
+            owed.expel_overdue(owing)
+            if owed.waited(self.config.recovery.call_timeout_s) and owing:
+                owed.give_up_call([worker for worker, _ in owing], method)
         return results
-
-    def _expel_overdue(
-        self, owing: dict[str, tuple[int, int]], returned: dict[str, tuple[tuple[int, int], float]], what: str
-    ) -> None:
-        """Expel those that owe ``what`` long after their peers gave theirs."""
-        limit = self.config.recovery.progress_timeout_s
-        for worker in overdue_results(owing, returned, time.monotonic(), limit):
-            said = self.server.progress[worker]
-            self.server.expel(worker, f"no progress: owes {what} {limit:g} s after its peers (step {said.step}, {said.phase})")
-
-    def _give_up_call(self, owing: set[str], method: str) -> None:
-        """The deadline of a call has passed: whoever is left without those that owe a result makes it again. DeadlineExceeded."""
-        limit = f"{method} took longer than {self.config.recovery.call_timeout_s:g} s (recovery.call_timeout_s)"
-        view = self.server.coordinator.view
-        if all(owing & set(member.workers) for member in view.members if member.replica in view.contributors):
-            raise DeadlineExceeded(f"step {view.committed}: {limit} on every replica; see the ranks' logs, then resume with resume=auto")
-        for worker in sorted(owing):
-            self.server.expel(worker, f"no progress: {limit}")
 
     def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
         step = self.committed_step + 1
@@ -329,8 +309,7 @@ class RayGroup:
         if self._injector:
             self._injector.begins(step)
         coordinator = self.server.coordinator
-        returned: dict[str, tuple[tuple[int, int], float]] = {}  # who gave its report, from where, when
-        committed_at = 0.0
+        owed = Owed(self.server, self.config.recovery, f"its report of step {step}")
         pending: dict[Any, tuple[str, Member]] = {}
         called: set[Member] = set()  # a replica that comes back within the step is called in its new life
         reports: dict[tuple[str, Member], Any] = {}
@@ -348,13 +327,11 @@ class RayGroup:
             elif not any(view.member(member.replica) == member for _, member in pending.values()):
                 break
             if coordinator.committed >= step:
-                now = time.monotonic()
-                committed_at = committed_at or now
-                owing = {w: (m.replica, m.workers.index(w)) for w, m in pending.values() if view.member(m.replica) == m}
-                self._expel_overdue(owing, returned, f"its report of step {step}")
-                if now - committed_at > self.config.recovery.step_timeout_s:
+                owing = [(worker, member) for worker, member in pending.values() if view.member(member.replica) == member]
+                owed.expel_overdue(owing)
+                if owed.waited(self.config.recovery.step_timeout_s):
                     raise DeadlineExceeded(
-                        f"step {step} was committed, but workers {sorted(owing)} did not report it in "
+                        f"step {step} was committed, but workers {sorted(w for w, _ in owing)} did not report it in "
                         f"{self.config.recovery.step_timeout_s:g} s (recovery.step_timeout_s); resume with resume=auto"
                     )
             done, _ = ray.wait(list(pending), num_returns=1, timeout=_POLL_S) if pending else ([], [])
@@ -362,7 +339,7 @@ class RayGroup:
                 time.sleep(0.01)  # the coordinator holds the step until a replica joins
             for ref in done:
                 worker, member = pending.pop(ref)
-                returned[worker] = (member.replica, member.workers.index(worker)), time.monotonic()
+                owed.gave(worker, member)
                 try:
                     reports[worker, member] = ray.get(ref)
                 except RayError as error:

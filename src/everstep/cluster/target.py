@@ -45,6 +45,9 @@ class LaunchedTarget:
         dead = self._server().dead
         return [worker for worker in self._spares() if worker not in dead]
 
+    def lives(self, worker: str) -> bool:
+        return self._server().connected(worker)
+
     def where(self, worker: str) -> str:
         said = self._server().progress.get(worker)
         return f"step {said.step}, {said.phase}" if said else "not connected"

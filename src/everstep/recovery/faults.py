@@ -60,6 +60,8 @@ class Target(Protocol):
 
     def idle_spares(self) -> list[str]: ...
 
+    def lives(self, worker: str) -> bool: ...
+
     def where(self, worker: str) -> str:
         """The phase that a worker reported last."""
 
@@ -187,7 +189,7 @@ class FaultInjector:
         fault = planned.fault
         replica, rank = self._target.place(worker)
         expected = (-1, -1) if fault.phase == "spare" else (fault.replica, fault.rank)
-        if (replica, rank) != expected:  # it died, or a spare took a place, within delay_s
+        if (replica, rank) != expected or not self._target.lives(worker):  # it died, or a spare took a place, within delay_s
             with self._changed:
                 planned.armed = ""
             return

@@ -85,6 +85,12 @@ def work_of_the_dead(rows: Rows) -> None:
     rows["w1.jsonl"].append(vote | {"step": 3, "epoch": pick(rows, "w0", "vote", 3)["epoch"], "t_wall": rows["w1.jsonl"][-1]["t_wall"] + 1})
 
 
+def a_vote_of_the_fenced(rows: Rows) -> None:
+    """A process that has fenced itself votes on."""
+    vote = pick(rows, "w0", "vote", 5)
+    rows["w0.jsonl"].insert(rows["w0.jsonl"].index(vote), vote | {"event": "fenced", "cause": "silence"})
+
+
 def nothing_after_the_fault(rows: Rows) -> None:
     at = pick(rows, "lead", "fault")["t_wall"]
     for name in rows:
@@ -104,6 +110,7 @@ CORRUPTIONS: list[tuple[str, Callable[[Rows], None], set[int]]] = [
     ("an epoch with two memberships", put("lead", "commit", 6, members=[0]), {4}),
     ("an epoch goes back", put("lead", "commit", 7, next_epoch=[0, 9]), {4}),
     ("an expelled process works on", work_of_the_dead, {4}),
+    ("a fenced process votes", a_vote_of_the_fenced, {4}),
     ("the divisor is not the sum", put("lead", "commit", 5, divisor=1.0), {5}),
     ("a vote with another divisor", put("w0", "vote", 5, divisor=1.0), {5}),
     ("a slot counts twice", put("w0", "vote", 5, ledger=[0, 0, 1, 2]), {5}),

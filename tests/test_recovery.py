@@ -44,11 +44,11 @@ def until(condition, within_s: float = 5.0) -> bool:
 # -- the coordinator's threads -------------------------------------------------------------------------------------------------
 
 
-def serve(folder: Path, replicas: int = 2, silence_s: float = 30.0) -> tuple[CoordinatorServer, list[Member]]:
+def serve(folder: Path, replicas: int = 2, silence_s: float = 30.0, heartbeat_s: float = 1.0) -> tuple[CoordinatorServer, list[Member]]:
     log = CommitLog(folder / "commits.log")
     server = CoordinatorServer(
         Coordinator(log.incarnation), log, EventLog(folder / "lead.jsonl", "lead"), "secret", silence_s, 10.0, place=lambda w: (0, 0),
-        on_phase=lambda *a: None, on_death=lambda *a: None, on_record=lambda r: None,
+        on_phase=lambda *a: None, on_death=lambda *a: None, on_record=lambda r: None, heartbeat_s=heartbeat_s,
     )
     return server, [Member(r, 0, (f"w{r}",)) for r in range(replicas)]
 

@@ -72,7 +72,8 @@ class Story:
         self.commit(step, list(members), **more)
 
     def kill(self, step: int, replica: int = 1, detect_s: float = 0.25) -> None:
-        self.lead.emit("fault", step=step, replica=replica, rank=0, kind="kill", phase="compute")
+        self.lead.emit("fault", step=step, replica=replica, rank=0, kind="kill", phase="compute", done="SIGKILL",
+                       found=f"step {step}, compute")
         self.now += detect_s
         self.died(step, replica)
 

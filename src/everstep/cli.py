@@ -68,6 +68,33 @@ def train(
 
 
 @app.command(context_settings=_OVERRIDES)
+def chaos(
+    config: Config_,
+    overrides: Overrides = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same schedule.")] = 0,
+    rate: Annotated[float, typer.Option(help="Expected faults per step.")] = 0.1,
+    faults: Annotated[
+        str, typer.Option(help="Kinds: kill stop exit segv gil oom nan hang partition error.")
+    ] = "kill,stop,exit,segv",
+    reckless: Annotated[bool, typer.Option("--reckless", help="Even what the run cannot survive.")] = False,
+    clean: Annotated[bool, typer.Option("--clean", help="Delete what an earlier run left in run_dir.")] = False,
+    debug: Debug = False,
+) -> int:
+    """Train under random faults; then prove that nothing was lost.
+
+    Prints the schedule, which replaces the file's faults. Without --reckless one
+    replica is never struck, and no more processes die than there are spares, and
+    replicas above recovery.min_replicas. Exit code 4: an invariant was violated.
+    """
+    from everstep.config.load import load_config
+
+    loaded = load_config(config, overrides or [])
+    from everstep.chaos import run as run_under_faults
+
+    return run_under_faults(loaded, seed, rate, faults, reckless, clean, sys.stdout)
+
+
+@app.command(context_settings=_OVERRIDES)
 def plan(config: Config_, overrides: Overrides = None, debug: Debug = False) -> None:
     """Check CONFIG; show sizes, ranks, memory. Starts nothing."""
     from everstep.config.load import load
@@ -141,12 +168,10 @@ def verify(
     """Prove from a run's logs that nothing was lost."""
     from everstep.errors import InvariantViolated
     from everstep.run_dir import open_run_dir
-    from everstep.telemetry.history import check, worst
+    from everstep.telemetry.history import check, print_findings, worst
 
     findings = check(open_run_dir(run).path)
-    for finding in findings:
-        word = {True: "held", False: "BROKEN", None: "nothing to look at"}[finding.held]
-        print(f"{finding.number:>2}  {word:<7} {finding.text}\n            {finding.counterexample or finding.looked_at}")
+    print_findings(findings, sys.stdout)
     return InvariantViolated.exit_code if worst(findings) else 0
 
 

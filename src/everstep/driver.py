@@ -120,6 +120,8 @@ def _run(config: Config, data: PreparedData, launcher: str, clean: bool, interru
         if console:
             console.stop()
         if group:
+            if console and group.unfired_faults:
+                console.note(f"faults that never fired: {'; '.join(group.unfired_faults)}")
             group.close()
         if metrics:
             metrics.close()
@@ -225,9 +227,6 @@ def _conclude(console: Console, the_run: Run, run_dir: RunDir, digest: str) -> N
     for name, value in the_run.summary.items():
         console.note(f"{name.replace('_', ' ')}: {value:.3f}")
     console.note(f"weight hashes of replicas {the_run.group.status()['replicas']} are equal: {digest[:16]}")
-    unfired = getattr(the_run.group, "unfired_faults", [])
-    if unfired:
-        console.note(f"faults that never fired: {unfired}")
     console.note(f"picture: {reward_curve(the_run.metrics.path, run_dir.events, run_dir.report / 'reward_curve.png')}"
                  if the_run.metrics else "")
     if not account(events).exact:

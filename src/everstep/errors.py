@@ -60,6 +60,11 @@ class Fenced(EverstepError):
     """This process holds an older epoch than the coordinator; it must stop contributing at once."""
 
 
+class CoordinatorLost(Fenced):
+    """This rank's connection to the coordinator ended, or nothing came over it for ``recovery.fence_s``: it may have been expelled
+    without knowing, so it stops contributing. The coordinator, if it lives, expels it and goes on with the others."""
+
+
 class NotEnoughReplicas(EverstepError):
     """Fewer living replicas than ``recovery.min_replicas``; the run stops and can be resumed."""
 

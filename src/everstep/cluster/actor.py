@@ -78,7 +78,8 @@ class RankActor:
             torch.zeros(1, device=device)  # the context is made now, not in the first step of a spare
         else:
             cpu.apply()
-        control = Control(spec.coordinator, spec.token, spec.worker_id, spec.config.recovery.heartbeat_s)
+        control = Control(spec.coordinator, spec.token, spec.worker_id, spec.config.recovery.heartbeat_s,
+                          fence_s=spec.config.recovery.fence_s)
         events = EventLog(Path(spec.events_dir) / f"{spec.worker_id}.jsonl", spec.worker_id)
         self._worker = Worker(spec.config, spec.worker_id, device, control, spec.store, events)
         self._info = ActorInfo(spec.worker_id, os.getpid(), socket.gethostname(), ray.get_runtime_context().get_node_id())

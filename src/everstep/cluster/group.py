@@ -53,6 +53,10 @@ class Group(Protocol):
         """Whether this process prints, logs and writes files for the run."""
 
     @property
+    def unfired_faults(self) -> list[str]:
+        """Faults of the schedule that have not happened (so far), one line each; the lead knows."""
+
+    @property
     def committed_step(self) -> int:
         """The last committed optimizer step."""
 

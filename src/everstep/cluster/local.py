@@ -26,6 +26,7 @@ from everstep.cluster.device import choose_device
 from everstep.cluster.dispatch import get_dispatch, ranks_of
 from everstep.cluster.group import StepResult, cut_slots
 from everstep.cluster.results import combine, compare_hashes
+from everstep.cluster.target import LaunchedTarget, judge, judge_every_s
 from everstep.cluster.worker import Formation, Worker
 from everstep.config import derive
 from everstep.config.schema import Config
@@ -38,7 +39,7 @@ from everstep.recovery.control import Control
 from everstep.recovery.coordinator import Coordinator
 from everstep.recovery.faults import FaultInjector
 from everstep.recovery.server import CoordinatorServer
-from everstep.recovery.view import Member
+from everstep.recovery.view import Kind, Member, Record
 from everstep.run_dir import RunDir
 from everstep.telemetry.events import EventLog
 
@@ -91,10 +92,12 @@ class LocalGroup:
         self.recipe_state: dict[str, Any] = {}
         self.dispatch_bytes, self.dispatch_seconds = 0, 0.0  # every rank has the whole batch already: nothing is sent
         self._server: CoordinatorServer | None = None
+        self._injector: FaultInjector | None = None
         workers = tuple(f"w{rank}" for rank in range(self.layout.ranks_per_replica))
         member = Member(0, 0, workers)
         address, token = self._start_coordinator(workers)
-        control = Control(address, token, workers[self._rank], config.recovery.heartbeat_s)
+        fence_s = None if self.is_lead else config.recovery.fence_s  # the lead's coordinator lives and dies with it
+        control = Control(address, token, workers[self._rank], config.recovery.heartbeat_s, fence_s=fence_s)
         store = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         own_events = EventLog(run_dir.events / f"{workers[self._rank]}.jsonl", workers[self._rank])
         self._worker = Worker(config, workers[self._rank], choose_device(config), control, store, own_events)
@@ -112,12 +115,20 @@ class LocalGroup:
             log = CommitLog(self._run_dir.path / "commits.log")
             token = secrets.token_hex(16)
             pids: dict[str, int] = {}
-            injector = FaultInjector(self.config.faults, place, lambda worker, number: os.kill(pids[worker], number), self._events)
-            host = os.environ["MASTER_ADDR"]
+            target = LaunchedTarget(
+                lambda: server, place, lambda worker, number: os.kill(pids[worker], number), lambda worker: str(pids[worker]),
+                lambda: [], {},
+            )
+            self._injector = injector = FaultInjector(self.config.faults, target, self._events)
+            host, recovery = os.environ["MASTER_ADDR"], self.config.recovery
+            on_record: Callable[[Record], None] = lambda record: (
+                injector.on_commit(record.step) if record.kind is Kind.COMMIT else None
+            )
             self._server = server = CoordinatorServer(
                 Coordinator(log.incarnation, 0, 1), log, self._events, token, self.config.recovery.silence_s,
                 2 * self.config.recovery.link_timeout_s, place=place, on_phase=injector.on_phase,
-                on_death=lambda worker, cause: None, on_record=lambda record: None, host=host,
+                on_death=lambda worker, cause: None, on_record=on_record, host=host, heartbeat_s=recovery.heartbeat_s,
+                judge=judge(recovery), judge_every_s=judge_every_s(recovery), on_word=injector.on_word,
             )
             shared = [(server.address, token)]
             dist.broadcast_object_list(shared)
@@ -145,7 +156,13 @@ class LocalGroup:
     def committed_step(self) -> int:
         return self._control.latest.view.committed
 
+    @property
+    def unfired_faults(self) -> list[str]:
+        return self._injector.unfired if self._injector else []
+
     def call(self, dispatch: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        if self._injector:
+            self._injector.prepare(self.committed_step + 1)
         ranks = ranks_of(self.layout)
         how = get_dispatch(dispatch)
         how.validate(ranks, args, kwargs)
@@ -158,7 +175,8 @@ class LocalGroup:
     def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
         step = self.committed_step + 1
         slots = cut_slots(batch, self.config.train.micro_batch_size, self.layout.dp)
-        if self._server:
+        if self._server and self._injector:
+            self._injector.prepare(step)  # the others wait for this rank before they compute
             self._server.begin(step, tuple(batch.sample_ids))
         report = self._worker.run("train_step", (step, ListSlots(slots), loss, lr, temperature), {})
         reports = self._exchange(report)
@@ -180,6 +198,8 @@ class LocalGroup:
 
     def save(self, recipe_state: dict[str, Any]) -> Path:
         shared: list[Any] = [None]
+        if self._injector:
+            self._injector.prepare(self.committed_step + 1)
         if self.is_lead:
             run = SavedRun(self.committed_step, self._reference, recipe_state)
             keep = self.config.checkpoint.keep_last

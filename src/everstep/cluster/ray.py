@@ -30,6 +30,7 @@ from everstep.cluster.actor import ActorInfo, ActorSpec, RankActor
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.dispatch import get_dispatch, ranks_of
 from everstep.cluster.group import StepResult, cut_slots
+from everstep.cluster.owed import Owed
 from everstep.cluster.placement import place
 from everstep.cluster.ray_runtime import (
     Putter,
@@ -45,12 +46,15 @@ from everstep.cluster.ray_runtime import (
 )
 from everstep.cluster.repair import Repair
 from everstep.cluster.results import combine, compare_hashes
+from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
+from everstep.cluster.watch import NodeWatches
 from everstep.cluster.worker import Formation, called_off
 from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.engine.loss import LossSpec
 from everstep.errors import (
     BadInput,
+    CoordinatorLost,
     DeadlineExceeded,
     Fenced,
     NotEnoughReplicas,
@@ -59,8 +63,9 @@ from everstep.errors import (
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.coordinator import Coordinator, Mode, State
 from everstep.recovery.faults import FaultInjector
+from everstep.recovery.proxy import Relay
 from everstep.recovery.server import CoordinatorServer
-from everstep.recovery.view import Member, Record
+from everstep.recovery.view import Kind, Member, Record
 from everstep.run_dir import RunDir
 from everstep.telemetry.events import EventLog
 
@@ -88,6 +93,8 @@ class RayGroup:
         self._confirmed: set[str] = set()  # workers whose process is known to be gone
         self._store: dist.Store | None = None
         self._injector: FaultInjector | None = None
+        self._watch: NodeWatches | None = None
+        self._relays: dict[str, Relay] = {}
         self._group: Any = None
         self._server: CoordinatorServer | None = None
         self.dispatch_bytes, self.dispatch_seconds = 0, 0.0
@@ -112,7 +119,8 @@ class RayGroup:
         token = secrets.token_hex(16)
         self._server = CoordinatorServer(
             coordinator, log, self._events, token, recovery.silence_s, 2 * recovery.link_timeout_s,
-            place=self._place_of, on_phase=self._phase_entered, on_death=self._worker_died, on_record=self._on_record, host=host,
+            place=self._place_of, on_phase=self._phase_entered, on_death=self._worker_died, on_record=self._recorded, host=host,
+            heartbeat_s=recovery.heartbeat_s, judge=judge(recovery), judge_every_s=judge_every_s(recovery), on_word=self._answered,
         )
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         workers = self._create_actors(host, self._store.port, token)
@@ -125,7 +133,12 @@ class RayGroup:
         self._repair = Repair(self, {m.replica: m for m in members}, spares, lambda: self._reference)
         for worker in list(self._server.dead):  # it died before there was a repair to be told
             self._repair.worker_died(worker)
-        self._injector = FaultInjector(config.faults, self._place_of, self._send_signal, self._events)
+        self._watch = NodeWatches(self._infos, lambda worker: self.server.expel(worker, "process ended (pidfd)"))
+        target = LaunchedTarget(
+            lambda: self.server, self._place_of, self._send_signal, lambda w: f"{self._infos[w].pid} on {self._infos[w].host}",
+            lambda: self._repair.spares if self._repair else [], self._relays,
+        )
+        self._injector = FaultInjector(config.faults, target, self._events)
         self._events.emit("spare_ready", spares=len(spares))
         failed = self.form([
             (worker, Formation(m.replica, rank, 0, m.workers, "weights", False))
@@ -157,10 +170,12 @@ class RayGroup:
         numbers = {worker: i for i, worker in enumerate(workers)}
         remote = ray.remote(RankActor)
         env = environment.worker_environment(config)
+        for index in partition_victims(config, self.layout.ranks_per_replica, self.layout.world_size):
+            self._relays[workers[index]] = Relay(self._coordinator_address)
         for index, worker in enumerate(workers):
             spec = ActorSpec(
-                worker, config, self._coordinator_address, token, (host, port), str(self._run_dir.events),
-                str(self._run_dir.rank_log(index)),
+                worker, config, self._relays[worker].address if worker in self._relays else self._coordinator_address, token,
+                (host, port), str(self._run_dir.events), str(self._run_dir.rank_log(index)),
             )
             actor_env = env | {"MASTER_ADDR": host, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
             self._actors[worker] = remote.options(
@@ -196,8 +211,12 @@ class RayGroup:
                 last_first.callback(remove_placement_group, self._group)
             for actor in self._actors.values():
                 last_first.callback(ray.kill, actor, no_restart=True)
+            for relay in self._relays.values():
+                last_first.callback(relay.close)
             if self._repair:
                 last_first.callback(self._repair.close)
+            if self._watch:
+                last_first.callback(self._watch.close)
             if self._server:
                 last_first.callback(self._server.close)
             self._store = None
@@ -226,6 +245,7 @@ class RayGroup:
         start, sent = time.monotonic(), 0
         while True:
             self._check_alive()
+            self._prepare_faults(self.committed_step + 1)
             view = self.server.coordinator.view
             ranks = ranks_of(self.layout, view.contributors)
             how = get_dispatch(dispatch)
@@ -254,14 +274,17 @@ class RayGroup:
     def _gather(self, refs: dict[Any, int], called: list[tuple[str, Member]], method: str) -> list[Any] | None:
         """Results in the order of the ranks; None if a death voided the call (it is made again on those that are left).
 
-        ``called``: each worker, and the life of its replica that it was called in.
+        ``called``: each worker, and the life of its replica that it was called in. A rank whose result does not come long after its
+        peers' is expelled (recovery.progress_timeout_s); recovery.call_timeout_s ends the whole call.
         """
+        owed = Owed(self.server, self.config.recovery, f"the result of {method}")
         pending = dict(refs)
         results: list[Any] = [None] * len(called)
         while pending:
             done, _ = ray.wait(list(pending), num_returns=1, timeout=_POLL_S)
             for ref in done:
                 index = pending.pop(ref)
+                owed.gave(*called[index])
                 try:
                     results[index] = ray.get(ref)
                 except RayError as error:
@@ -272,6 +295,10 @@ class RayGroup:
             view = self.server.coordinator.view
             if any(view.member(member.replica) != member for _, member in called):
                 return None
+            owing = [called[index] for index in pending.values()]
+            owed.expel_overdue(owing)
+            if owed.waited(self.config.recovery.call_timeout_s) and owing:
+                owed.give_up_call([worker for worker, _ in owing], method)
         return results
 
     def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
@@ -280,8 +307,12 @@ class RayGroup:
         put = Putter()
         refs = [[put(micro) for micro in slot] for slot in slots]
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + put.nbytes, self.dispatch_seconds + put.seconds
+        self._prepare_faults(step)
         self.server.begin(step, tuple(batch.sample_ids))
+        if self._injector:
+            self._injector.begins(step)
         coordinator = self.server.coordinator
+        owed = Owed(self.server, self.config.recovery, f"its report of step {step}")
         pending: dict[Any, tuple[str, Member]] = {}
         called: set[Member] = set()  # a replica that comes back within the step is called in its new life
         reports: dict[tuple[str, Member], Any] = {}
@@ -298,11 +329,20 @@ class RayGroup:
                             pending[ref] = worker, member
             elif not any(view.member(member.replica) == member for _, member in pending.values()):
                 break
+            if coordinator.committed >= step:
+                owing = [(worker, member) for worker, member in pending.values() if view.member(member.replica) == member]
+                owed.expel_overdue(owing)
+                if owed.waited(self.config.recovery.step_timeout_s):
+                    raise DeadlineExceeded(
+                        f"step {step} was committed, but workers {sorted(w for w, _ in owing)} did not report it in "
+                        f"{self.config.recovery.step_timeout_s:g} s (recovery.step_timeout_s); resume with resume=auto"
+                    )
             done, _ = ray.wait(list(pending), num_returns=1, timeout=_POLL_S) if pending else ([], [])
             if not pending:
                 time.sleep(0.01)  # the coordinator holds the step until a replica joins
             for ref in done:
                 worker, member = pending.pop(ref)
+                owed.gave(worker, member)
                 try:
                     reports[worker, member] = ray.get(ref)
                 except RayError as error:
@@ -323,6 +363,7 @@ class RayGroup:
             """The ranks of one replica write; if it breaks meanwhile, another one writes all of it again."""
             while True:
                 self._check_alive()
+                self._prepare_faults(self.committed_step + 1)
                 view = self.server.coordinator.view
                 member = view.member(view.contributors[0])
                 assert member is not None
@@ -417,6 +458,9 @@ class RayGroup:
         cause = error.cause if isinstance(error, RayTaskError) else None
         if isinstance(cause, ReplicaBroken):
             return self.server.wait(over, _DEATH_CONFIRM_S)
+        if isinstance(cause, CoordinatorLost):
+            self.server.expel(worker, f"fenced itself ({first_line(cause)})")
+            return True
         return isinstance(cause, Fenced) and over(self.server.coordinator)
 
     def _worker_died(self, worker: str, cause: str) -> None:
@@ -427,23 +471,47 @@ class RayGroup:
         if self._injector:
             self._injector.on_phase(worker, step, phase)
 
+    def _recorded(self, record: Record) -> None:
+        if self._injector and record.kind is Kind.COMMIT:
+            self._injector.on_commit(record.step)
+        self._on_record(record)
+
+    def _answered(self, worker: str, number: int, word: str) -> None:
+        if self._injector:
+            self._injector.on_word(worker, number, word)
+
+    def _prepare_faults(self, step: int) -> None:
+        if self._injector:
+            self._injector.prepare(step)
+
     def _place_of(self, worker: str) -> tuple[int, int]:
         return self._repair.place(worker) if self._repair else (-1, -1)
 
     @property
-    def unfired_faults(self) -> list[Any]:
+    def unfired_faults(self) -> list[str]:
         return self._injector.unfired if self._injector else []
 
     # -- what repair needs (everstep.cluster.repair.Processes) ---------------------------------------------------------------------
 
     def confirm_dead(self, worker: str) -> None:
         ray.kill(self._actors[worker], no_restart=True)
-        if worker in self._infos:
+        if worker in self._infos and not self._await_lease(worker):
             self._send_signal(worker, signal.SIGKILL)
             self._wait_gone(worker, _DEATH_CONFIRM_S)
         self._confirmed.add(worker)
         replica, rank = self._place_of(worker)
         self._events.emit("expel", replica=replica, rank=rank, worker=worker, cause=self.server.dead.get(worker, "repair"))
+
+    def _await_lease(self, worker: str) -> bool:
+        """Whether the worker's node is lost: nothing can be killed there. Its processes hear nothing from the coordinator since the
+        expulsion, so they have fenced themselves once ``recovery.fence_s`` (and a heartbeat) has passed; that is waited for."""
+        info, recovery = self._infos[worker], self.config.recovery
+        if info.host == socket.gethostname() or any(n["NodeID"] == info.node_id and n["Alive"] for n in ray.nodes()):
+            return False
+        end = time.monotonic() + recovery.fence_s + 2 * recovery.heartbeat_s
+        while time.monotonic() < end and not self._closed:
+            time.sleep(_POLL_S)
+        return True
 
     def form(self, formations: list[tuple[str, Formation]]) -> dict[str, str]:
         refs = {self._actors[worker].form.remote(formation): worker for worker, formation in formations}
@@ -494,7 +562,11 @@ class RayGroup:
         if info.host == socket.gethostname():
             signal_pid(info.pid, number)
         else:
-            ray.get(on_node(info.node_id).remote(info.pid, number), timeout=_DEATH_CONFIRM_S)
+            try:
+                ray.get(on_node(info.node_id).remote(info.pid, number), timeout=_DEATH_CONFIRM_S)
+            except RayError:
+                if not self._await_lease(worker):  # the node answers, but not to this
+                    raise
 
     def _wait_gone(self, worker: str, timeout_s: float) -> None:
         info = self._infos[worker]

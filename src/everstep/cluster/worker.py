@@ -6,15 +6,16 @@ A worker owns its engine, its links and its end of the coordinator's channel. Th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,20 +28,23 @@ from everstep.engine import cpu, source
 from everstep.engine.groups import close_groups
 from everstep.engine.loss import LossFn, LossSpec
 from everstep.engine.step import Engine
-from everstep.errors import DeadlineExceeded, EverstepError, ReplicaBroken, WorkerFailed
+from everstep.errors import CoordinatorLost, DeadlineExceeded, EverstepError, ReplicaBroken, WorkerFailed
 from everstep.layout import Position
 from everstep.recovery.control import Control
 from everstep.recovery.ledger import Contribution
 from everstep.recovery.link import Link, Links
 from everstep.recovery.replica import ReplicaWorld
 from everstep.recovery.transaction import StepReport, Total, Transaction
+from everstep.recovery.victim import Victim
 from everstep.recovery.view import Kind, Record
 from everstep.rl.rollout.transformers import Sampling, TransformersRollout
 from everstep.telemetry.events import EventLog
 
 Life = tuple[int, int]  # (replica, build): one formation of a replica, and what every call says it is meant for
 
+CALL_PHASES = {"save_shard": "save", "generate": "rollout", "form": "form"}  # what a rank says it does; other methods: "call"
 BROKEN_NOTICE_S = 5.0  # how long a failed collective waits for the coordinator to say that a rank is gone
+OUT_OF_MEMORY_STATUS = 12  # ENOMEM
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,8 @@ class StepWork:
         batches = [self._source.fetch(slot, dp).to(self._worker.device) for slot in slots]
         seeds = [_seed(self._worker.config.seed, self.step, slot, dp) for slot in slots]
         sums = engine.accumulate(batches, self._loss, seeds, self._temperature)
-        return Contribution(engine.gradients(), sums.cpu())
+        self._worker.victim.spoil(self.step, gradients := engine.gradients())
+        return Contribution(gradients, sums.cpu())
 
     def norm(self, gradients: list[torch.Tensor], divisor: float) -> float:
         return self._worker.engine.squared_norm(gradients) ** 0.5 / divisor
@@ -143,7 +148,9 @@ class Worker:
         self._kept: Kept | None = None
         self._entered = threading.Event()  # a view has included this worker in its present formation
         self.layout = derive.layout(config)
-        control.on_record = self._on_record
+        self.victim = Victim(worker_id, events, control.fault_word, lambda: "step {}, {}".format(*control.where))
+        control.on_record, control.on_fenced = self._on_record, self._fenced
+        control.on_order, control.on_phase = self.victim.obey, self.victim.enter
         events.emit("process_start", device=str(device))
 
     # -- place in the group ------------------------------------------------------------------------------------------------
@@ -192,6 +199,7 @@ class Worker:
         everybody = [f"{name}/here/{rank}" for rank in range(len(formation.workers))]
         end = time.monotonic() + self.config.recovery.reform_timeout_s
         while not store.check(everybody):
+            self.control.must_not_be_lost()
             if store.check([called_off(formation.life)]):
                 raise ReplicaBroken(f"replica {formation.replica}: a rank is gone, before all met")
             if time.monotonic() > end:
@@ -291,7 +299,16 @@ class Worker:
             # A NCCL collective whose peer died spins for ever (gloo's raises). Not on this thread: it must go on listening.
             threading.Thread(target=self._state.engine.abort, name="abort", daemon=True).start()
 
+    def _fenced(self, cause: str) -> None:
+        """The coordinator fell silent: whoever waits for it stops by itself; only a collective on a GPU must be ended."""
+        if (formation := self._formation) is not None:
+            self.events.emit("fenced", epoch=self.control.epoch.key, replica=formation.replica, rank=formation.rank, cause=cause)
+        if self.device.type == "cuda" and self._state:
+            self._state.engine.abort()
+
     def _is_broken(self) -> bool:
+        """Raises CoordinatorLost if it cannot be known any more."""
+        self.control.must_not_be_lost()
         formation = self._formation
         return formation is not None and self._entered.is_set() and not self.control.includes(self.worker_id, formation.build)
 
@@ -310,7 +327,8 @@ class Worker:
         if method.startswith("_") or not callable(function):
             raise WorkerFailed(f"worker has no public method {method!r}")
         try:
-            return function(*args, **kwargs)
+            with self._telling(method):
+                return function(*args, **kwargs)
         except ReplicaBroken:
             self.leave()
             raise
@@ -318,6 +336,8 @@ class Worker:
             raise
         except Exception as error:
             formation = self._formation
+            if _out_of_memory(error):
+                self._end(f"out of memory in {method}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
             # RuntimeError and ValueError are what torch.distributed raises when a peer closed its connection.
             if formation and isinstance(error, RuntimeError | ValueError) and len(formation.workers) > 1 and self._wait_broken():
                 self.leave()
@@ -325,6 +345,25 @@ class Worker:
             who = f"rank {formation.replica}/{formation.rank}" if formation else f"spare {self.worker_id}"
             what = f"step {args[0]}" if method == "train_step" else method
             raise WorkerFailed(f"{who} failed in {what}: {type(error).__name__}: {error}") from error
+
+    @contextlib.contextmanager
+    def _telling(self, method: str) -> Iterator[None]:
+        """Say that this rank is in a call from outside, and afterwards, where it was before. A step tells its phases itself."""
+        if method == "train_step":
+            yield
+            return
+        before, phase = self.control.where, CALL_PHASES.get(method, "call")
+        self.control.phase(self.control.committed + (phase != "save"), phase, method=method)
+        try:
+            yield
+        finally:
+            self.control.phase(*before)
+
+    def _end(self, cause: str) -> NoReturn:
+        """A process without memory can promise nothing: it ends, and its peers go on as after any death."""
+        with contextlib.suppress(MemoryError, CoordinatorLost):  # even saying so takes memory
+            self.control.dying(cause)
+        os._exit(OUT_OF_MEMORY_STATUS)
 
     def _wait_broken(self) -> bool:
         end = time.monotonic() + BROKEN_NOTICE_S
@@ -414,6 +453,13 @@ class Worker:
             for _ in weights:
                 pass  # a collective: every rank of the replica takes part
         self._rollout_version = version
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Host memory; torch's allocator on the CPU raises RuntimeError. A full GPU is no fault of the process: it stays a failure."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "std::bad_alloc" in str(error))
+    )
 
 
 def called_off(life: Life) -> str:

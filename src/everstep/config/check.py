@@ -13,10 +13,11 @@ from pathlib import Path
 
 from everstep.cluster.environment import check_user_environment, detect_launcher, inside_torchrun
 from everstep.config import derive
-from everstep.config.schema import Config
+from everstep.config.schema import Config, Fault
 from everstep.engine.source import ModelShape, describe, resolve
 from everstep.errors import BadInput, ConfigError
 from everstep.layout import Layout
+from everstep.recovery.faults import AT_POINT, DEADLY, PHASES
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -36,7 +37,7 @@ def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> deriv
     _check_launcher(config, sizes.layout, environ)
     _check_schedule(config, sizes)
     _check_recipe(config)
-    _check_faults(config, sizes)
+    _check_faults(config, sizes, environ)
     if config.engine.sequence_parallel and sizes.layout.tp == 1:
         raise ConfigError(
             "engine.sequence_parallel=true cuts activations over tensor-parallel ranks, but layout.tp=1; "
@@ -148,21 +149,72 @@ def _check_recovery(config: Config) -> None:
             f"recovery.silence_s={recovery.silence_s} is not longer than recovery.heartbeat_s={recovery.heartbeat_s}; "
             "every rank would be taken for dead"
         )
+    for key, deadline_s in (("progress_timeout_s", recovery.progress_timeout_s), ("fence_s", recovery.fence_s)):
+        if deadline_s <= 2 * recovery.heartbeat_s:
+            raise ConfigError(
+                f"recovery.{key}={deadline_s} must be more than twice recovery.heartbeat_s={recovery.heartbeat_s}: it is judged by heartbeats"
+            )
 
 
-def _check_faults(config: Config, sizes: derive.Sizes) -> None:
-    layout = sizes.layout
+def _check_faults(config: Config, sizes: derive.Sizes, environ: Mapping[str, str]) -> None:
+    local = bool(config.faults) and detect_launcher(config, environ) == "local"
     for i, fault in enumerate(config.faults):
-        if fault.replica >= layout.replicas:
+        reason = _no_such_victim(fault, config) or _no_such_moment(fault, config, sizes)
+        if reason:
+            raise ConfigError(f"faults.{i}.{reason}")
+        if local and fault.kind in ("partition", "gil", "hang"):
             raise ConfigError(
-                f"faults.{i}.replica={fault.replica} does not exist; layout.replicas={layout.replicas}, counted from 0"
+                f"faults.{i}.kind={fault.kind} would stop launcher=local for good: its one replica has no peer that goes on, and its "
+                "coordinator lives in rank 0; use launcher=ray, or a kind that ends the process"
             )
-        if fault.rank >= layout.ranks_per_replica:
-            raise ConfigError(
-                f"faults.{i}.rank={fault.rank} does not exist; a replica has {layout.ranks_per_replica} ranks, counted from 0"
-            )
-        if fault.step > sizes.total_steps:
-            raise ConfigError(f"faults.{i}.step={fault.step} never comes; the run has {sizes.total_steps} steps")
+        if fault.delay_s and fault.kind in AT_POINT:
+            raise ConfigError(f"faults.{i}.delay_s={fault.delay_s:g}: {fault.kind} happens at a point of the program, not after a time")
+
+
+def _no_such_victim(fault: Fault, config: Config) -> str:
+    """Why nobody is where the fault shall strike; empty if somebody is."""
+    sizes = derive.layout(config)
+    if fault.phase == "spare":
+        if fault.rank >= sizes.spares:
+            return f"rank={fault.rank} does not exist; layout.spares={sizes.spares}, counted from 0"
+        return f"replica={fault.replica}: phase=spare strikes idle spares, which belong to no replica" if fault.replica else ""
+    if fault.replica >= sizes.replicas:
+        return f"replica={fault.replica} does not exist; layout.replicas={sizes.replicas}, counted from 0"
+    if fault.rank >= sizes.ranks_per_replica:
+        return f"rank={fault.rank} does not exist; a replica has {sizes.ranks_per_replica} ranks, counted from 0"
+    return ""
+
+
+def _no_such_moment(fault: Fault, config: Config, sizes: derive.Sizes) -> str:
+    """Why the fault could never fire; empty if it could."""
+    if fault.step > sizes.total_steps:
+        return f"step={fault.step} never comes; the run has {sizes.total_steps} steps"
+    if fault.phase not in PHASES[fault.kind]:
+        return f"kind={fault.kind} makes no sense with phase={fault.phase}; it can have {', '.join(sorted(PHASES[fault.kind]))}"
+    if fault.phase == "rollout" and fault.step not in (steps := derive.rollout_steps(config, sizes)):
+        return f"phase=rollout: no rollout precedes step {fault.step}" + (
+            f"; those of {', '.join(map(str, steps[:3]))}, ... have one" if steps else ", recipe=sft has none"
+        )
+    if fault.phase == "save" and config.resume == "never" and fault.step not in (steps := derive.saved_steps(config, sizes)):
+        return f"phase=save: step {fault.step} is not saved" + (
+            f"; steps {', '.join(map(str, steps[:3]))}{', ...' if len(steps) > 3 else ''} are (checkpoint.*)"
+            if steps else ", nor is any other (checkpoint.*)"
+        )
+    if fault.hold and (fault.kind not in ("kill", "stop") or fault.phase in ("spare", "commit", "heal")):
+        return f"hold=true: kind={fault.kind} in phase={fault.phase} cannot be held; kill and stop can, in a phase that the victim enters itself"
+    if fault.phase == "salvage" and not any(
+        f.kind in DEADLY and f.step == fault.step and f.replica != fault.replica and f.phase in ("compute", "exchange", "reduce", "vote")
+        for f in config.faults
+    ):
+        return f"phase=salvage: in step {fault.step} nobody else dies before the vote, so nothing is salvaged"
+    if fault.phase == "heal" and not any(
+        f.kind in DEADLY and f.phase not in ("spare", "heal") and f.replica == fault.replica and f.step <= fault.step
+        for f in config.faults
+    ):
+        return f"phase=heal: replica {fault.replica} heals only after it lost a rank; plan a fault that kills one before"
+    if fault.phase == "heal" and not config.layout.spares:
+        return "phase=heal: nobody takes a dead rank's place with layout.spares=0"
+    return ""
 
 
 # ---------------------------------------- recipe

@@ -175,3 +175,23 @@ def _torch_has_cuda() -> bool:
     module = importlib.util.module_from_spec(version)
     version.loader.exec_module(module)
     return getattr(module, "cuda", None) is not None
+
+
+def saved_steps(config: Config, sizes: Sizes) -> list[int]:
+    """Steps after which a run from its start writes a checkpoint: a recipe may save after each of its iterations, or steps."""
+    warm, updates = sizes.warmup.steps if sizes.warmup else 0, sizes.rl.updates_per_iteration if sizes.rl else 1
+    saved, last = [], 0
+    for step in (*range(1, warm + 1), *range(warm + updates, sizes.total_steps + 1, updates)):
+        every, at_end = config.checkpoint.every_steps, config.checkpoint.at_end and step == sizes.total_steps
+        if (every and step - last >= every) or at_end:
+            saved.append(step)
+            last = step
+    return saved
+
+
+def rollout_steps(config: Config, sizes: Sizes) -> list[int]:
+    """Steps that a rollout of training prompts precedes: the first update of each RL iteration."""
+    if not sizes.rl:
+        return []
+    warm = sizes.warmup.steps if sizes.warmup else 0
+    return list(range(warm + 1, sizes.total_steps + 1, sizes.rl.updates_per_iteration))

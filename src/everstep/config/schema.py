@@ -308,10 +308,28 @@ class RecoveryConfig(Section):
         gt=0,
         description="A rank that says nothing for this long (frozen process, lost node) is killed and replaced.",
     )
+    progress_timeout_s: float = Field(
+        120.0,
+        gt=0,
+        description="A rank that heartbeats but stays in its phase (or owes the result of a call) for this long after its peers, "
+        "the ranks of the same position in the other replicas, have left it is killed and replaced; a rank's first step has "
+        "recovery.step_timeout_s. Longer than what one replica may lag behind the others (uneven slots).",
+    )
+    fence_s: float = Field(
+        60.0,
+        gt=0,
+        description="A rank that hears nothing from the coordinator for this long is cut off: it stops contributing, and on a lost "
+        "node counts as dead after this time.",
+    )
+    call_timeout_s: float = Field(
+        3600.0,
+        gt=0,
+        description="Deadline of one call of a worker method (rollout, log-probabilities, save), all ranks together (launcher ray).",
+    )
     step_timeout_s: float = Field(
         600.0,
         gt=0,
-        description="Deadline of one phase of a step (compute, reduce, vote).",
+        description="Deadline of one phase of a step (compute, reduce, vote, apply).",
     )
     link_timeout_s: float = Field(60.0, gt=0, description="Deadline to form a link between replicas.")
     heal_timeout_s: float = Field(
@@ -326,19 +344,38 @@ class RecoveryConfig(Section):
     )
 
 
+FaultPhase = Literal["compute", "exchange", "salvage", "reduce", "vote", "commit", "apply", "heal", "spare", "save", "rollout"]
+FaultKind = Literal["kill", "stop", "exit", "segv", "gil", "oom", "nan", "hang", "partition", "error"]
+
+
 class Fault(Section):
-    step: int = Field(ge=1, description="Global step (as logged) in which the fault happens.")
-    phase: Literal["compute", "exchange", "salvage", "reduce", "vote", "apply", "heal"] = Field(
-        "compute",
-        description="Phase of the step transaction.",
+    step: int = Field(
+        ge=1,
+        description="Global step (as logged) in which the fault happens; heal: the first heal from this step on; save: the step that "
+        "is saved; rollout: the step that the rollout precedes.",
     )
-    kind: Literal["kill", "stop"] = Field("kill", description="`kill`: SIGKILL; `stop`: SIGSTOP.")
-    replica: int = Field(0, ge=0, description="Victim's replica.")
-    rank: int = Field(0, ge=0, description="Victim's rank inside its replica.")
+    phase: FaultPhase = Field(
+        "compute",
+        description="Where the victim is: a phase of the step transaction (`commit`: the step is recorded, the victim may not have "
+        "applied it), `spare`: idle, not placed; `save`, `rollout`: in that call.",
+    )
+    kind: FaultKind = Field(
+        "kill",
+        description="`kill` SIGKILL, `stop` SIGSTOP, from outside. Inside the process: `exit` os._exit, `segv` reads address 0, `gil` a C "
+        "call that keeps the interpreter lock for ever, `oom` the main thread takes memory until RLIMIT_AS refuses, `nan` spoils the gradient, `hang` "
+        "the main thread never goes on, `error` user code raises. `partition`: the control connection goes silent.",
+    )
+    replica: int = Field(0, ge=0, description="Victim's replica; not used by phase spare.")
+    rank: int = Field(0, ge=0, description="Victim's rank inside its replica; phase spare: which of the idle spares.")
+    hold: bool = Field(
+        False,
+        description="kill, stop: the victim stays where it enters the phase until the signal comes, so that its peers wait for it there; "
+        "else it runs on, and may have left the phase by then.",
+    )
     delay_s: float = Field(
         0.0,
         ge=0,
-        description="Seconds between the victim's entry into the phase and the signal.",
+        description="Seconds between the victim's entry into the phase and the fault (not for nan, hang, oom, error).",
     )
 
 

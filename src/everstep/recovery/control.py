@@ -1,6 +1,8 @@
 """A rank's end of the channel: a thread that receives the log while the main thread computes, and sends progress.
 
-The main thread never waits without a deadline; a lost coordinator ends every wait with :class:`Fenced`.
+The main thread never waits without a deadline; a lost coordinator ends every wait with :class:`CoordinatorLost`. Lost is one
+whose connection ended, and one from which nothing came for ``fence_s`` (its heartbeats come more often): this rank may have been
+expelled without being told, so it says and contributes nothing more.
 """
 
 from __future__ import annotations
@@ -8,23 +10,40 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from everstep.errors import DeadlineExceeded, Fenced
+from everstep.errors import CoordinatorLost, DeadlineExceeded, Fenced
 from everstep.recovery import wire
 from everstep.recovery.view import Epoch, Kind, Record, View, Vote
 
+#: Where a rank waits for others: a main thread that is inside one of these is held up, not holding up.
+_WAITING = (os.path.join("torch", "distributed"), os.path.join("recovery", "link.py"), os.path.join("recovery", "replica.py"))
+
 
 class Control:
-    """``on_record`` is called on the receiving thread for every record, in order; it must not block on the main thread."""
+    """``on_record`` is called on the receiving thread for every record, in order, ``on_order`` for every order of fault injection;
+    they must not block on the main thread. ``on_phase(step, phase)`` is called on the main thread once a phase has been told,
+    ``on_fenced(cause)`` on a thread of its own when the coordinator falls silent.
 
-    def __init__(self, address: tuple[str, int], token: str, worker: str, heartbeat_s: float, connect_timeout_s: float = 30.0):
+    ``fence_s``: seconds of silence after which the coordinator is lost; None: never (it lives in this process).
+    """
+
+    def __init__(
+        self, address: tuple[str, int], token: str, worker: str, heartbeat_s: float, connect_timeout_s: float = 30.0,
+        fence_s: float | None = None,
+    ):
         self.worker = worker
         self.on_record: Callable[[Record], None] = lambda record: None
-        self._heartbeat_s = heartbeat_s
+        self.on_order: Callable[[dict[str, Any]], None] = lambda message: None
+        self.on_phase: Callable[[int, str], None] = lambda step, phase: None
+        self.on_fenced: Callable[[str], None] = lambda cause: None
+        self._heartbeat_s, self._fence_s = heartbeat_s, fence_s
+        self._heard = time.monotonic()
+        self._main: int | None = None  # the thread that goes through the phases
         self._records: list[Record] = []           # views and commits, in order
         self._last_build = 0
         self._changed = threading.Condition()
@@ -69,11 +88,27 @@ class Control:
                 if found is not None:
                     return found
                 if self._lost is not None:
-                    raise Fenced(f"worker {self.worker} lost the coordinator ({self._lost}) while waiting for {what}")
+                    raise CoordinatorLost(f"worker {self.worker} lost the coordinator ({self._lost}) while waiting for {what}")
                 left = end - time.monotonic()
                 if left <= 0:
                     raise DeadlineExceeded(f"worker {self.worker} waited {timeout_s:g} s for {what} from the coordinator")
                 self._changed.wait(left)
+
+    @property
+    def lost(self) -> str | None:
+        """Why the coordinator is lost; None while it is not."""
+        return self._lost
+
+    def must_not_be_lost(self) -> None:
+        """Raises CoordinatorLost; for waits that are not for the coordinator itself."""
+        if self._lost is not None:
+            raise CoordinatorLost(f"worker {self.worker} lost the coordinator ({self._lost})")
+
+    @property
+    def committed(self) -> int:
+        """The last committed step that this rank has heard of."""
+        records = self._records
+        return records[-1].view.committed if records else 0
 
     @property
     def view(self) -> View:
@@ -98,8 +133,22 @@ class Control:
     # -- what a rank says -------------------------------------------------------------------------------------------------
 
     def phase(self, step: int, phase: str, **detail: Any) -> None:
+        self._main = threading.get_ident()
         self._progress = {"type": "progress", "step": step, "phase": phase, "detail": detail}
         self._send(self._progress)
+        self.on_phase(step, phase)
+
+    @property
+    def where(self) -> tuple[int, str]:
+        """(step, phase) that this rank told last."""
+        return self._progress["step"], self._progress["phase"]
+
+    def dying(self, cause: str) -> None:
+        """This process is about to end itself, and why."""
+        self._send({"type": "dying", "cause": cause})
+
+    def fault_word(self, number: int, word: str) -> None:
+        self._send({"type": "fault", "number": number, "word": word})
 
     def vote(self, vote: Vote) -> None:
         self._send({"type": "vote", "vote": vote.to_json()})
@@ -125,17 +174,25 @@ class Control:
     # -- threads -----------------------------------------------------------------------------------------------------------
 
     def _send(self, message: dict[str, Any]) -> None:
+        self.must_not_be_lost()
         try:
             with self._send_lock:
                 wire.send(self._socket, message)
         except wire.Closed as closed:
             self._lose(str(closed))
-            raise Fenced(f"worker {self.worker} lost the coordinator ({closed})") from closed
+            raise CoordinatorLost(f"worker {self.worker} lost the coordinator ({closed})") from closed
 
     def _receive_loop(self) -> None:
         try:
             while True:
-                record = Record.from_json(wire.receive(self._socket)["record"])
+                message = wire.receive(self._socket)
+                self._heard = time.monotonic()
+                if message["type"] == "heartbeat":
+                    continue
+                if message["type"] == "fault":
+                    self.on_order(message)
+                    continue
+                record = Record.from_json(message["record"])
                 if record.kind is Kind.BUILD:
                     self._last_build = record.number
                 else:
@@ -153,12 +210,37 @@ class Control:
             raise
 
     def _heartbeat_loop(self) -> None:
+        now = time.monotonic()
         while self._lost is None:
             time.sleep(self._heartbeat_s)
+            before, now = now, time.monotonic()
+            late = now - before - self._heartbeat_s
+            if late > self._heartbeat_s:  # this process was suspended itself, or starved: it could not have heard anybody
+                self._heard += late
+            if self._fence_s is not None and now - self._heard > self._fence_s:
+                self._fence(f"nothing was heard from it for {self._fence_s:g} s (recovery.fence_s)")
+                return
             try:
-                self._send(self._progress)
+                self._send(self._progress | {"waits": self._waits()})
             except Fenced:
                 return
+
+    def _waits(self) -> bool:
+        """Whether the main thread is inside something that waits for other ranks."""
+        frame = sys._current_frames().get(self._main) if self._main is not None else None
+        for _ in range(5):  # a poll's sleep and thread joins are a few frames above
+            if frame is None:
+                return False
+            if any(part in frame.f_code.co_filename for part in _WAITING):
+                return True
+            frame = frame.f_back
+        return False
+
+    def _fence(self, cause: str) -> None:
+        self._lose(cause)
+        with contextlib.suppress(OSError):  # if it lives, and hears us, it learns at once that we are out
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self.on_fenced(cause)
 
     def _lose(self, cause: str) -> None:
         with self._changed:

@@ -1,47 +1,219 @@
-"""Fault injection from outside: an external process sends a real signal when the victim is inside the named phase.
+"""Fault injection: what can go wrong where, and the injector that makes it so in a running group.
 
-The victim reports the phase it enters over its channel, as it always does; nothing in the worker knows of faults.
+The injector sits beside the coordinator and knows from the ranks' ordinary progress messages where each of them is. Three ways:
+
+- **from outside** (``kill``, ``stop``): a real signal to the victim's process once it reports the phase; nothing in it takes part.
+- **on its connection** (``partition``): the victim reaches the coordinator through a proxy that stops forwarding
+  (:mod:`everstep.recovery.proxy`).
+- **inside** (the others): the order goes over the control channel before the step begins, is acknowledged, and is carried out by
+  the victim itself at its entry into the phase (:mod:`everstep.recovery.victim`).
+
+Every ``fault`` event says what was done and where the victim was then. What never happened is listed as ``unfired``.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from everstep.config.schema import Fault
 from everstep.telemetry.events import EventLog
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+OUTSIDE = frozenset({"kill", "stop", "partition"})
+THREAD = frozenset({"exit", "segv", "gil"})          # inside the victim, on a thread of its own
+AT_POINT = frozenset({"nan", "hang", "oom", "error"})  # inside the victim, on its main thread
+DEADLY = (OUTSIDE | THREAD | AT_POINT) - {"nan", "error"}  # cost the victim's process
+ACKNOWLEDGE_S = 5.0  # for a victim to say that it holds its order, before the step begins without it
+
+_STEP = frozenset({"compute", "exchange", "salvage", "reduce", "vote", "apply", "heal"})
+_CALLS = frozenset({"save", "rollout"})
+
+#: Where each kind makes sense.
+PHASES: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("kill", "stop", "partition", "exit", "segv", "gil"), _STEP | _CALLS | {"commit", "spare"}),
+    **dict.fromkeys(("hang", "oom"), _STEP | _CALLS),  # an idle spare's main thread waits by nature
+    "nan": frozenset({"compute"}),              # the one phase that makes a gradient
+    "error": frozenset({"compute", "rollout"}),  # where user code runs: losses, rewards' models, sampling
+}
+
+
+def describe(fault: Fault) -> str:
+    """One line: what happens to whom, when."""
+    victim = f"spare {fault.rank}" if fault.phase == "spare" else f"rank {fault.replica}/{fault.rank}"
+    where = "idle" if fault.phase == "spare" else f"in {fault.phase}"
+    delay = f" after {fault.delay_s:g} s" if fault.delay_s else ""
+    return f"step {fault.step}: {fault.kind} {victim}, {where}{delay}"
+
+
+class Target(Protocol):
+    """What the injector needs of the launcher."""
+
+    def place(self, worker: str) -> tuple[int, int]:
+        """(replica, rank) of a worker; (-1, -1) for a spare."""
+
+    def workers_at(self, replica: int, rank: int) -> str | None:
+        """The worker that holds a place now, if it lives."""
+
+    def idle_spares(self) -> list[str]: ...
+
+    def lives(self, worker: str) -> bool: ...
+
+    def where(self, worker: str) -> str:
+        """The phase that a worker reported last."""
+
+    def signal(self, worker: str, number: int) -> str:
+        """Send a signal to the worker's process on its node; returns a word on which process that is."""
+
+    def order(self, worker: str, message: Mapping[str, object]) -> bool:
+        """Send a message over the worker's control channel; False if it has none."""
+
+    def cut(self, worker: str) -> bool:
+        """Stop forwarding the worker's control connection; False if it does not go through a proxy."""
+
+
+@dataclass
+class _Planned:
+    number: int
+    fault: Fault
+    armed: str = ""     # the worker that acknowledged the order (or, from outside, at whom the fault is under way)
+    holds: str = ""     # the worker that will wait at the phase's entry for the signal
+    fired: bool = False
 
 
 class FaultInjector:
-    """``send(worker, signal)`` delivers a signal to a worker's process on its node."""
-
-    def __init__(
-        self, faults: Sequence[Fault], place: Callable[[str], tuple[int, int]], send: Callable[[str, int], None], events: EventLog
-    ):
-        self._pending = list(faults)
-        self._place, self._send, self._events = place, send, events
-        self._lock = threading.Lock()
-
-    def on_phase(self, worker: str, step: int, phase: str) -> None:
-        """Called when a worker enters a phase; each fault of the schedule fires once."""
-        with self._lock:
-            place = self._place(worker)
-            due = [f for f in self._pending if (f.step, f.phase) == (step, phase) and (f.replica, f.rank) == place]
-            for fault in due:
-                self._pending.remove(fault)
-        for fault in due:
-            timer = threading.Timer(fault.delay_s, self._fire, (worker, fault))
-            timer.daemon = True
-            timer.start()
-
-    def _fire(self, worker: str, fault: Fault) -> None:
-        self._events.emit("fault", step=fault.step, replica=fault.replica, rank=fault.rank, kind=fault.kind, phase=fault.phase,
-                          worker=worker)
-        self._send(worker, SIGNALS[fault.kind])
+    def __init__(self, faults: Sequence[Fault], target: Target, events: EventLog):
+        self._plan = [_Planned(number, fault) for number, fault in enumerate(faults)]
+        self._target, self._events = target, events
+        self._changed = threading.Condition()
+        self._ordered: set[tuple[int, str]] = set()
 
     @property
-    def unfired(self) -> list[Fault]:
-        return list(self._pending)
+    def unfired(self) -> list[str]:
+        """What was planned and never happened."""
+        with self._changed:
+            return [describe(p.fault) for p in self._plan if not p.fired]
+
+    # -- called by the controller -----------------------------------------------------------------------------------------
+
+    def prepare(self, step: int) -> None:
+        """Before anything of step ``step`` is sent: order what victims do themselves in it, and wait until they hold the orders."""
+        waiting = []
+        for planned in self._open():
+            fault = planned.fault
+            if not self._is_ordered(fault) or fault.phase in ("spare", "commit") or not self._is_due(fault, step):
+                continue
+            worker = self._target.workers_at(fault.replica, fault.rank)
+            if worker and planned.armed != worker and self._order(planned, worker):
+                waiting.append((planned, worker))
+        with self._changed:
+            self._changed.wait_for(lambda: all(w in (p.armed, p.holds) or p.fired for p, w in waiting), ACKNOWLEDGE_S)
+
+    def begins(self, step: int) -> None:
+        """Step ``step`` begins: idle spares are struck now."""
+        for planned in self._open():
+            if planned.fault.phase == "spare" and planned.fault.step == step:
+                spares = self._target.idle_spares()
+                if planned.fault.rank < len(spares):
+                    self._later(planned, spares[planned.fault.rank])
+
+    # -- called by the coordinator's server --------------------------------------------------------------------------------
+
+    def on_phase(self, worker: str, step: int, phase: str) -> None:
+        """A worker entered a phase."""
+        place = self._target.place(worker)
+        for planned in self._open():
+            fault = planned.fault
+            if fault.phase in ("spare", "commit") or (fault.replica, fault.rank) != place:
+                continue
+            if fault.kind not in OUTSIDE:
+                if self._is_due(fault, step) and planned.armed != worker:
+                    self._order(planned, worker)  # it took the place after the step had begun
+            elif fault.phase == phase and (fault.step == step or (phase == "heal" and step >= fault.step)):
+                self._later(planned, worker)
+
+    def on_commit(self, step: int) -> None:
+        """Step ``step`` has been recorded."""
+        for planned in self._open():
+            if planned.fault.phase == "commit" and planned.fault.step == step:
+                worker = self._target.workers_at(planned.fault.replica, planned.fault.rank)
+                if worker:
+                    self._later(planned, worker)
+
+    def on_word(self, worker: str, number: int, word: str) -> None:
+        """The victim says of its order: ``armed``, or ``fired`` (just before it does it)."""
+        with self._changed:
+            planned = self._plan[number]
+            if word == "armed" and planned.fault.hold:
+                planned.holds = worker
+            elif word == "armed":
+                planned.armed = worker
+            else:
+                planned.fired = True
+            self._changed.notify_all()
+
+    # -- parts -------------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> list[_Planned]:
+        with self._changed:
+            return [p for p in self._plan if not p.fired]
+
+    @staticmethod
+    def _is_ordered(fault: Fault) -> bool:
+        """Whether the victim takes part: in doing it, or in waiting for it."""
+        return fault.kind not in OUTSIDE or fault.hold
+
+    @staticmethod
+    def _is_due(fault: Fault, step: int) -> bool:
+        if fault.phase == "heal":
+            return step >= fault.step
+        return fault.step in (step, step - 1) if fault.phase == "save" else fault.step == step
+
+    def _order(self, planned: _Planned, worker: str, now: bool = False) -> bool:
+        """Once to each worker: a second one with the same order would strike twice."""
+        with self._changed:
+            if (planned.number, worker) in self._ordered:
+                return False
+            self._ordered.add((planned.number, worker))
+        place = self._target.place(worker)
+        return self._target.order(worker, {
+            "type": "fault", "number": planned.number, "fault": planned.fault.model_dump(), "replica": place[0], "rank": place[1],
+            "now": now,
+        })
+
+    def _later(self, planned: _Planned, worker: str) -> None:
+        with self._changed:
+            if planned.armed or planned.fired:
+                return
+            planned.armed = worker
+        timer = threading.Timer(planned.fault.delay_s, self._strike, (planned, worker))
+        timer.daemon = True
+        timer.start()
+
+    def _strike(self, planned: _Planned, worker: str) -> None:
+        fault = planned.fault
+        replica, rank = self._target.place(worker)
+        expected = (-1, -1) if fault.phase == "spare" else (fault.replica, fault.rank)
+        if (replica, rank) != expected or not self._target.lives(worker):  # it died, or a spare took a place, within delay_s
+            with self._changed:
+                planned.armed = ""
+            return
+        if fault.kind not in OUTSIDE:
+            self._order(planned, worker, now=True)  # it writes its event itself
+            return
+        emit = lambda done: self._events.emit(
+            "fault", step=fault.step, replica=replica, rank=rank, kind=fault.kind, phase=fault.phase, worker=worker,
+            found=self._target.where(worker), done=done,
+        )
+        if fault.kind == "partition":
+            if not self._target.cut(worker):
+                return  # a spare that took the victim's place has a direct connection
+            emit("its control connection forwards nothing any more, in either direction")
+        else:
+            emit(f"{SIGNALS[fault.kind].name} to process {self._target.signal(worker, 0)}")
+            self._target.signal(worker, SIGNALS[fault.kind])
+        with self._changed:
+            planned.fired = True

@@ -17,10 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.errors import EverstepError, WorkerFailed
+from everstep.errors import DeadlineExceeded, EverstepError, WorkerFailed
 from everstep.recovery import wire
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.coordinator import Coordinator
+from everstep.recovery.progress import Judge
 from everstep.recovery.view import Kind, Member, Record, Vote
 from everstep.telemetry.events import EventLog
 
@@ -65,14 +66,20 @@ class CoordinatorServer:
 
     ``on_phase(worker, step, phase)`` is called when a rank enters a phase (fault injection listens here), ``on_death(worker,
     cause)`` once for every worker that is expelled (its process must then be killed and confirmed dead: rule 8), ``on_record``
-    for every record published. They run on the server's threads, outside its lock, and must not block.
+    for every record published, ``on_word(worker, number, word)`` when a rank answers an order of fault injection. They run on the
+    server's threads, outside its lock, and must not block.
+
+    ``heartbeat_s``: every rank hears something this often. ``judge``: finds ranks that make no progress (None: nobody does).
     """
 
     def __init__(
         self, coordinator: Coordinator, log: CommitLog, events: EventLog, token: str, silence_s: float, build_timeout_s: float,
         place: Callable[[str], tuple[int, int]], on_phase: Callable[[str, int, str], None],
         on_death: Callable[[str, str], None], on_record: Callable[[Record], None], host: str = "127.0.0.1",
+        heartbeat_s: float = 1.0, judge: Judge | None = None, judge_every_s: float = 1.0,
+        on_word: Callable[[str, int, str], None] = lambda worker, number, word: None,
     ):
+        self._heartbeat_s, self._judge, self._judge_every_s, self._on_word = heartbeat_s, judge, judge_every_s, on_word
         self.coordinator, self._log, self._events, self._token = coordinator, log, events, token
         self._place, self._build_timeout_s = place, build_timeout_s
         self._build: tuple[str, float] = ("", 0.0)  # the link in construction and since when
@@ -90,6 +97,9 @@ class CoordinatorServer:
         threading.Thread(target=self._accept_loop, name="coordinator-accept", daemon=True).start()
         threading.Thread(
             target=self._guarded, args=(self._silence_loop, "watching for silence"), name="coordinator-silence", daemon=True
+        ).start()
+        threading.Thread(
+            target=self._guarded, args=(self._heartbeat_loop, "sending heartbeats"), name="coordinator-heartbeat", daemon=True
         ).start()
 
     # -- for the controller ---------------------------------------------------------------------------------------------
@@ -138,6 +148,14 @@ class CoordinatorServer:
             if self.failure:
                 raise self.failure
             return held
+
+    def order(self, worker: str, message: dict[str, Any]) -> bool:
+        """Send a message to one rank; False if it is not connected."""
+        with self._changed:
+            session = self._sessions.get(worker)
+            if session:
+                session.outbox.put(message)
+            return session is not None
 
     def connected(self, worker: str) -> bool:
         return worker in self._sessions
@@ -197,6 +215,8 @@ class CoordinatorServer:
 
     def _note(self, record: Record) -> None:
         view, members = record.view, list(record.view.replicas)
+        if self._judge and record.kind is not Kind.BUILD:
+            self._judge.view(view.members, view.healing, time.monotonic())
         match record.kind:
             case Kind.COMMIT:
                 assert record.epoch is not None
@@ -271,10 +291,12 @@ class CoordinatorServer:
                 entered = (message["step"], message["phase"]) != (progress.step, progress.phase)
                 progress.step, progress.phase = message["step"], message["phase"]
                 progress.detail = message.get("detail", {})
+                self._judge_hears(worker, progress.step, progress.phase, bool(message.get("waits")))
                 if entered:
                     self._on_phase(worker, progress.step, progress.phase)
             case "vote":
                 vote = Vote.from_json(message["vote"])
+                self._judge_hears(worker, vote.step, "voted", True)
                 self._event(lambda: self.coordinator.vote(vote))
             case "link_ready":
                 self._event(lambda: self.coordinator.link_ready(worker, message["link_id"]))
@@ -283,12 +305,16 @@ class CoordinatorServer:
             case "bye":
                 with self._changed:
                     self._sessions.pop(worker, None)  # it leaves in order; what follows is no death
+            case "dying":
+                self.expel(worker, message["cause"])
+            case "fault":
+                self._on_word(worker, message["number"], message["word"])
             case other:
                 raise wire.Closed(f"unknown message type {other!r}")
 
     def _silence_loop(self) -> None:
         """A rank that said nothing for ``silence_s`` is frozen, cut off, or has its interpreter lock stuck: expel it."""
-        interval = min(1.0, self._silence_s / 4)
+        interval = min(1.0, self._silence_s / 4, self._judge_every_s)
         now = time.monotonic()
         while not self._closed:
             time.sleep(interval)
@@ -298,13 +324,37 @@ class CoordinatorServer:
                 if late > interval:  # this process was suspended itself, or starved: it could not have heard anybody
                     for said in self.progress.values():
                         said.heard += late
+                    if self._judge:
+                        self._judge.excuse(late)
                 silent = [w for w in self._sessions if now - self.progress[w].heard > self._silence_s]
                 build = self.coordinator.build
                 link = build.link_id if build else ""
                 if link != self._build[0]:
                     self._build = (link, now)
+                overdue = self._judge.overdue(now) if self._judge else []
+                stalled = self._judge.stalled(now) if self._judge and not overdue else ""
             for worker in silent:
                 said = self.progress[worker]
                 self.expel(worker, f"silent for {self._silence_s:g} s (last: step {said.step}, {said.phase})")
+            for verdict in overdue:
+                self.expel(verdict.worker, verdict.cause)
+            if stalled:
+                self._fail(DeadlineExceeded(
+                    f"step {self.coordinator.committed + 1}: no replica goes on although every process is alive ({stalled}; "
+                    "recovery.step_timeout_s); see the ranks' logs, then resume with resume=auto"
+                ))
             if link and now - self._build[1] > self._build_timeout_s:
                 self._event(self.coordinator.build_expired)
+
+    def _judge_hears(self, worker: str, step: int, phase: str, waits: bool) -> None:
+        if self._judge:
+            with self._changed:
+                self._judge.entered(worker, step, phase, time.monotonic(), waits)
+
+    def _heartbeat_loop(self) -> None:
+        """Silence of the coordinator means something to a rank only because it is never silent."""
+        while not self._closed:
+            with self._changed:
+                for session in self._sessions.values():
+                    session.outbox.put({"type": "heartbeat"})
+            time.sleep(self._heartbeat_s)

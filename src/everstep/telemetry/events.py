@@ -139,7 +139,12 @@ EVENTS: dict[str, EventKind] = {
         epoch=True,
     ),
     "obey": _kind("rank", "The rank saw a new view and switched to it.", "replica rank", epoch=True),
-    "fault": _kind("both", "A fault is injected now; the signal follows at once.", "replica rank kind phase", step=True),
+    "fault": _kind(
+        "both",
+        "A fault is injected now, or a moment later; `done`: what, `found`: where the victim was.",
+        "replica rank kind phase done found",
+        step=True,
+    ),
     "death": _kind(
         "lead",
         "The death or silence of a rank was noticed; epoch and step are those in force at that moment.",
@@ -150,7 +155,7 @@ EVENTS: dict[str, EventKind] = {
     "expel": _kind("lead", "A silent rank was killed and confirmed dead.", "replica rank cause"),
     "fenced": _kind(
         "rank",
-        "The process held an older epoch than the coordinator and stopped.",
+        "The process heard nothing from the coordinator for recovery.fence_s and stopped contributing.",
         "replica rank",
         epoch=True,
     ),

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from everstep.checkpoint import manifest
 from everstep.telemetry.events import Epoch, Event, epoch_key, of_kind, read_history
@@ -181,11 +182,16 @@ def one_membership_per_epoch(record: Record) -> tuple[str, bool]:
         newest = max(newest, epoch)
     worked = record.kind("compute", "vote")
     dead_at: dict[str, Key] = {}
+    fenced: set[tuple[str, int]] = set()
     for event in record.events:
+        if event.event == "fenced":
+            fenced.add((event.who, event.pid))
         if event.event == "death" and "worker" in event.fields:
             dead_at.setdefault(event["worker"], epoch_key(event.epoch))
         if event.event not in ("compute", "vote"):
             continue
+        if event.event == "vote" and (event.who, event.pid) in fenced:
+            raise Broken(f"step {event.step}: {event.who} voted after it had fenced itself")
         epoch = epoch_key(event.epoch)
         if epoch not in members or event["replica"] not in members[epoch]:
             raise Broken(f"step {event.step}: {event.who} of replica {event['replica']} worked in epoch {epoch}, "
@@ -311,6 +317,13 @@ def _is_ours(pid: int, folder: Path) -> bool:
         return any(os.path.realpath(f).startswith(str((folder / "events").resolve())) for f in files)
     except OSError:
         return False  # gone, or not ours to look at
+
+
+def print_findings(findings: Sequence[Finding], out: TextIO) -> None:
+    """Two lines for each invariant: whether it held, and on what evidence, or the counterexample."""
+    for finding in findings:
+        word = {True: "held", False: "BROKEN", None: "nothing to look at"}[finding.held]
+        print(f"{finding.number:>2}  {word:<7} {finding.text}\n            {finding.counterexample or finding.looked_at}", file=out)
 
 
 def worst(findings: Sequence[Finding]) -> bool:

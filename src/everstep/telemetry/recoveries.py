@@ -250,9 +250,14 @@ def _by_attempt(computed: Iterable[Event]) -> list[set[int]]:
 
 
 def _fault_of(death: Event, faults: Sequence[Event]) -> Event | None:
-    """The latest injected fault of that rank that no earlier death has claimed."""
-    same = (f for f in reversed(faults) if (f["replica"], f["rank"]) == (death["replica"], death["rank"]))
-    return next(same, None)
+    """The latest injected fault of that process, or rank, that no earlier death has claimed; `nan` and `error` kill nobody."""
+
+    def same(fault: Event) -> bool:
+        if "worker" in fault.fields and "worker" in death.fields:
+            return bool(fault["worker"] == death["worker"])
+        return (fault["replica"], fault["rank"]) == (death["replica"], death["rank"])
+
+    return next((f for f in reversed(faults) if f["kind"] not in ("nan", "error") and same(f)), None)
 
 
 def _keys(event: Event) -> list[SampleKey]:

@@ -1,0 +1,75 @@
+"""What fault injection and the progress judge need of a launcher, put together once for both of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from everstep.config.schema import Config, RecoveryConfig
+from everstep.recovery.progress import Deadlines, Judge
+from everstep.recovery.proxy import Relay
+from everstep.recovery.server import CoordinatorServer
+
+
+def judge(recovery: RecoveryConfig) -> Judge:
+    return Judge(Deadlines(recovery.progress_timeout_s, recovery.step_timeout_s, recovery.heal_timeout_s))
+
+
+def judge_every_s(recovery: RecoveryConfig) -> float:
+    return min(1.0, recovery.progress_timeout_s / 4)
+
+
+class LaunchedTarget:
+    """Ranks and spares of a running group (everstep.recovery.faults.Target).
+
+    ``place(worker)``: (replica, rank), or (-1, -1) for a spare; ``send(worker, signal)`` delivers a signal, ``process(worker)`` names
+    the process; ``spares()``: idle ones; ``relays``: the workers that reach the coordinator through one.
+    """
+
+    def __init__(
+        self, server: Callable[[], CoordinatorServer], place: Callable[[str], tuple[int, int]], send: Callable[[str, int], None],
+        process: Callable[[str], str], spares: Callable[[], list[str]], relays: Mapping[str, Relay],
+    ):
+        self._server, self._place, self._send, self._process = server, place, send, process
+        self._spares, self._relays = spares, relays
+
+    def place(self, worker: str) -> tuple[int, int]:
+        return self._place(worker)
+
+    def workers_at(self, replica: int, rank: int) -> str | None:
+        server = self._server()
+        member = server.coordinator.view.member(replica)
+        worker = member.workers[rank] if member else None
+        return None if worker in server.dead else worker
+
+    def idle_spares(self) -> list[str]:
+        dead = self._server().dead
+        return [worker for worker in self._spares() if worker not in dead]
+
+    def lives(self, worker: str) -> bool:
+        return self._server().connected(worker)
+
+    def where(self, worker: str) -> str:
+        said = self._server().progress.get(worker)
+        return f"step {said.step}, {said.phase}" if said else "not connected"
+
+    def signal(self, worker: str, number: int) -> str:
+        if number:
+            self._send(worker, number)
+        return self._process(worker)
+
+    def order(self, worker: str, message: Mapping[str, object]) -> bool:
+        return self._server().order(worker, dict(message))
+
+    def cut(self, worker: str) -> bool:
+        if worker not in self._relays:
+            return False
+        self._relays[worker].cut()
+        return True
+
+
+def partition_victims(config: Config, ranks_per_replica: int, world_size: int) -> set[int]:
+    """Indices of the workers (ranks of replica 0, of replica 1, ..., then spares) that a partition is planned for."""
+    return {
+        world_size + fault.rank if fault.phase == "spare" else fault.replica * ranks_per_replica + fault.rank
+        for fault in config.faults if fault.kind == "partition"
+    }

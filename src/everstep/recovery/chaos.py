@@ -1,0 +1,115 @@
+"""Random fault schedules, a pure function of configuration and seed.
+
+The schedule is one that the configuration must survive, unless ``reckless``: one replica (drawn from the seed) is never struck, so
+that whatever the timing somebody holds the committed state, and no more processes die than there are spares, and replicas
+above ``recovery.min_replicas``. Every process is as likely a victim as any other: ranks and idle spares alike.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+from everstep.config import derive
+from everstep.config.schema import Config, Fault
+from everstep.errors import BadInput
+from everstep.recovery.faults import AT_POINT, DEADLY, PHASES
+
+#: Kinds that end a run by design: a failure of user code would fail on every replica.
+FATAL = frozenset({"error"})
+MAX_DELAY_S = 0.05  # delays are drawn so that a fault comes anywhere within a phase of a small model, and soon after it otherwise
+
+
+def parse_kinds(text: str, reckless: bool) -> list[str]:
+    """``kill,stop,...`` as a list. BadInput names what is unknown, or what no run survives."""
+    kinds = [kind.strip() for kind in text.split(",") if kind.strip()]
+    unknown = sorted(set(kinds) - PHASES.keys())
+    if unknown or not kinds:
+        raise BadInput(f"--faults {text}: {', '.join(unknown) or 'nothing'} is no kind of fault; there are {', '.join(PHASES)}")
+    fatal = sorted(set(kinds) & FATAL)
+    if fatal and not reckless:
+        raise BadInput(f"--faults {text}: no run survives {', '.join(fatal)}, nor should it; leave it out, or add --reckless")
+    return kinds
+
+
+def budget(config: Config) -> int:
+    """How many processes may die so that the run goes on: one for each spare, and one for each replica above the minimum."""
+    return config.layout.spares + config.layout.replicas - max(1, config.recovery.min_replicas)
+
+
+def draw(config: Config, seed: int, rate: float, kinds: Sequence[str], reckless: bool = False) -> list[Fault]:
+    """``rate``: expected faults per step, before the limit of what is survived. The same arguments give the same schedule.
+
+    Raises BadInput if ``rate`` is no rate, or if nothing may be struck.
+    """
+    if not (math.isfinite(rate) and rate > 0):
+        raise BadInput(f"--rate {rate:g} must be a number above 0: expected faults per step")
+    if not reckless and set(kinds) & DEADLY and (config.layout.replicas < 2 or not budget(config)):
+        raise BadInput(
+            f"layout.replicas={config.layout.replicas} and layout.spares={config.layout.spares} with recovery.min_replicas="
+            f"{config.recovery.min_replicas} survive no death; raise layout.*, choose --faults nan, or add --reckless"
+        )
+    return _Draw(config, random.Random(f"everstep chaos {seed}"), list(kinds), reckless).all(rate)
+
+
+class _Draw:
+    """First who is struck when and how, then which deaths are survived (a random choice of them, not the first), then where."""
+
+    def __init__(self, config: Config, rng: random.Random, kinds: list[str], reckless: bool):
+        self._config, self._rng, self._kinds, self._reckless = config, rng, kinds, reckless
+        self._sizes = derive.sizes(config)
+        self._layout = self._sizes.layout
+        self._spares = config.layout.spares  # that are left, if every death is repaired
+        self._mourned: set[int] = set()      # replicas that lose a rank and get a spare: they heal
+        self._safe = rng.randrange(config.layout.replicas)
+        self._saved, self._rollouts = set(derive.saved_steps(config, self._sizes)), set(derive.rollout_steps(config, self._sizes))
+
+    def all(self, rate: float) -> list[Fault]:
+        drawn: list[tuple[int, str, int]] = []  # step, kind, victim: ranks in order, then spares
+        for step in range(1, self._sizes.total_steps + 1):
+            count = int(rate) + (self._rng.random() < rate % 1)
+            drawn += [(step, self._rng.choice(self._kinds), self._rng.randrange(self._layout.devices)) for _ in range(count)]
+        if not self._reckless:
+            drawn = self._survivable(drawn)
+        faults = (self._fault(step, kind, victim) for step, kind, victim in drawn)
+        return [fault for fault in faults if fault]
+
+    def _survivable(self, drawn: list[tuple[int, str, int]]) -> list[tuple[int, str, int]]:
+        harmless = [i for i, (_, kind, _) in enumerate(drawn) if kind not in DEADLY]
+        deaths = [
+            i for i, (_, kind, victim) in enumerate(drawn)
+            if kind in DEADLY and not (victim < self._layout.world_size and victim // self._layout.ranks_per_replica == self._safe)
+        ]
+        kept = self._rng.sample(deaths, min(len(deaths), budget(self._config)))
+        return [drawn[i] for i in sorted(harmless + kept)]
+
+    def _fault(self, step: int, kind: str, victim: int) -> Fault | None:
+        """None: a spare that is none any more, or where this kind cannot strike."""
+        idle = victim >= self._layout.world_size
+        if idle and not self._spares:
+            return None
+        replica, rank = (0, (victim - self._layout.world_size) % self._spares) if idle else divmod(victim, self._layout.ranks_per_replica)
+        phases = sorted(PHASES[kind] & ({"spare"} if idle else self._possible(step, replica)))
+        if not phases:
+            return None
+        phase = self._rng.choice(phases)
+        delay_s = round(self._rng.uniform(0.0, MAX_DELAY_S), 4) if kind not in AT_POINT else 0.0
+        if kind in DEADLY and self._spares:
+            self._spares -= 1
+            if not idle:
+                self._mourned.add(replica)
+        return Fault.model_validate(
+            {"step": step, "phase": phase, "kind": kind, "replica": replica, "rank": rank, "delay_s": delay_s}
+        )
+
+    def _possible(self, step: int, replica: int) -> set[str]:
+        """Phases that a rank of ``replica`` may go through in ``step``."""
+        phases = {"compute", "exchange", "reduce", "vote", "commit", "apply"}
+        if replica in self._mourned:
+            phases.add("heal")
+        if step in self._saved and replica == 0:  # the first contributor writes
+            phases.add("save")
+        if step in self._rollouts:
+            phases.add("rollout")
+        return phases

@@ -1,0 +1,132 @@
+"""A node that falls silent: a second Ray node on this machine under a host name of its own, all of whose processes are frozen at once.
+
+Nothing of it closes a connection or answers a signal, which is how a node that lost its power or its network looks from outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.support.runs import SFT, Finished, command
+from tests.test_faults import assert_invariants
+
+from everstep.telemetry.events import EventLogError, of_kind, read_events
+
+NODE = "everstep-lost-node"
+QUICK_NOTICE = {"RAY_health_check_initial_delay_ms": "1000", "RAY_health_check_period_ms": "500", "RAY_health_check_timeout_ms": "1000",
+                "RAY_health_check_failure_threshold": "4", "RAY_AUTH_MODE": "disabled"}
+
+
+def namespace(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/uts")
+    except OSError:
+        return ""  # gone
+
+
+def tree(pid: int) -> set[int]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return {pid, *(p.pid for p in psutil.Process(pid).children(recursive=True))}
+    return set()
+
+
+@pytest.fixture
+def cluster() -> Iterator[tuple[str, int]]:
+    """A head with room for a replica and a spare, and another node for one replica: the address, and the other node's process.
+
+    In a folder of its own: what `ray start` notes in Ray's usual one would lead every later `ray.init` on this machine here.
+    """
+    if os.geteuid() or subprocess.run(["unshare", "--uts", "true"], check=False).returncode:
+        pytest.skip("a host name of its own takes a namespace, and that takes root")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ray = str(Path(sys.executable).with_name("ray"))
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: sockets lie in it
+    env = os.environ | QUICK_NOTICE | {"RAY_TMPDIR": folder}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": env}
+    head = subprocess.Popen([ray, "start", "--head", f"--port={port}", "--num-cpus=2", "--node-ip-address=127.0.0.1",
+                             "--include-dashboard=false", "--object-store-memory=100000000", "--block"], **quiet)
+    node: subprocess.Popen[bytes] | None = None
+    try:
+        end = time.monotonic() + 60
+        while socket.socket().connect_ex(("127.0.0.1", port)) and time.monotonic() < end:
+            time.sleep(0.2)
+        node = subprocess.Popen(
+            ["unshare", "--uts", "sh", "-c",
+             f"hostname {NODE} && exec {ray} start --address=127.0.0.1:{port} --num-cpus=1 --node-ip-address=127.0.0.2 "
+             "--object-store-memory=100000000 --block"], **quiet)
+        until(lambda: namespace(node.pid) != namespace(os.getpid()), 10.0)
+        yield f"127.0.0.1:{port}", node.pid
+    finally:
+        mine = tree(head.pid) | (tree(node.pid) | of_namespace(node.pid) if node else set())
+        for pid in mine:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        head.wait()
+        if node:
+            node.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def of_namespace(pid: int) -> set[int]:
+    name = namespace(pid)
+    assert name != namespace(os.getpid()), "these would be all processes of the machine"
+    return {p for p in psutil.pids() if name and namespace(p) == name}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(280)
+def test_a_node_that_falls_silent_is_given_up_and_its_place_filled_once_it_must_have_fenced_itself(tmp_path, cluster):
+    address, node = cluster
+    run = command(["train", SFT, f"run_dir={tmp_path}/run", f"ray.address={address}", "device=cpu", "telemetry.tensorboard=false",
+                   "telemetry.progress=none", "layout.spares=1", "sft.steps=4000", "checkpoint.at_end=false", "train.verify_every=50",
+                   "recovery.heartbeat_s=0.2", "recovery.silence_s=3", "recovery.fence_s=4", "env.GLOO_SOCKET_IFNAME=lo"], **QUICK_NOTICE)
+    try:
+        commits = lambda: len(of_kind(events(tmp_path), "commit"))
+        assert until(lambda: commits() > 10 or run.poll() is not None, 120) and run.poll() is None, run.communicate()
+        elsewhere = {e.who for e in of_kind(events(tmp_path), "process_start") if e.host == NODE}
+        assert len(elsewhere) == 1
+        frozen = time.time()
+        for pid in of_namespace(node):
+            os.kill(pid, signal.SIGSTOP)
+        assert until(lambda: bool(of_kind(events(tmp_path), "join")) or run.poll() is not None, 120) and run.poll() is None, run.communicate()
+    finally:
+        if run.poll() is None:
+            run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 130, (out, err)
+    done = Finished(tmp_path / "run", events(tmp_path))
+    (death,), (expel,) = done.kind("death"), done.kind("expel")
+    assert death["worker"] in elsewhere and "silent for 3 s" in death["cause"] and death.t_wall - frozen < 8
+    assert expel.t_wall - death.t_wall > 4.0, "its place was filled before it had to be fenced"
+    last = done.kind("commit")[-1]
+    assert last["members"] == [0, 1]
+    assert_invariants(done, steps=last.step)
+
+
+def events(tmp_path: Path) -> list:
+    with contextlib.suppress(EventLogError):  # not begun yet
+        return read_events(tmp_path / "run" / "events")
+    return []
+
+
+def until(condition, within_s: float) -> bool:
+    end = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.3)
+    return True

@@ -70,6 +70,7 @@ class _Draw:
         for step in range(1, self._sizes.total_steps + 1):
             count = int(rate) + (self._rng.random() < rate % 1)
             drawn += [(step, self._rng.choice(self._kinds), self._rng.randrange(self._layout.devices)) for _ in range(count)]
+        drawn = [d for d in drawn if d[2] < self._layout.world_size or "spare" in PHASES[d[1]]]  # an idle spare has no gradient
         if not self._reckless:
             drawn = self._survivable(drawn)
         faults = (self._fault(step, kind, victim) for step, kind, victim in drawn)

@@ -29,7 +29,7 @@ class Row:
 
     phase: str
     replica: int
-    path: str          # salvage; total: everybody held it already; none: it was committed
+    path: str          # salvage; total: every survivor held it already, and the step commits with the dead one's part
     kind: str = "kill"
     rank: int = 0
     hold: bool = True
@@ -42,9 +42,9 @@ class Row:
 ROWS = [
     Row("reduce", 1, "salvage"),
     Row("compute", 2, "salvage"),
-    Row("vote", 0, "salvage"),
+    Row("vote", 0, "total"),
     Row("exchange", 1, "salvage"),
-    Row("apply", 2, "none"),
+    Row("apply", 2, "salvage"),  # of the next step
 ]
 
 
@@ -81,22 +81,57 @@ def check_rows(run: Finished, rows: dict[int, Row], replicas: int = 3) -> None:
         computed = [e for e in run.kind("computed") if e.step == death.step and e["rank"] == 0]
         salvaged = sorted(s for e in computed if e["salvage"] for s in e["slots"])
         lost = [s for s in range(8) if s % replicas == sorted(range(replicas)).index(row.replica)]
-        assert salvaged == (lost if row.path == "salvage" and death.step == step else []), (step, row, salvaged)
+        assert salvaged == (lost if row.path == "salvage" else []), (step, row, salvaged)
         if row.path == "salvage":  # and by the standby, not a link made anew
-            used = [e for e in run.kind("link_used") if e.step == step and epoch_key(e.epoch) > epoch_key(death.epoch)]
+            used = [e for e in run.kind("link_used") if e.step == death.step and epoch_key(e.epoch) > epoch_key(death.epoch)]
             assert used and all(e["built"] for e in used)
 
 
-def test_kills_in_every_phase_leave_the_bits_of_an_undisturbed_run(tmp_path):
-    """Shrinking and growing on the way, SIGKILL inside the collectives included."""
-    rows = {10 + APART * i: row for i, row in enumerate(ROWS)}
+full = functools.partial(pytest.param, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(("shift", "kind"), [(0, "kill"), full(1, "kill"), full(2, "kill"), full(0, "stop"), full(1, "stop")])
+def test_faults_in_every_phase_leave_the_bits_of_an_undisturbed_run(tmp_path, shift, kind):
+    """With spares: shrinking and growing on the way, signals inside the collectives included."""
+    rows = {10 + APART * i: dataclasses.replace(row, replica=(row.replica + shift) % 3, kind=kind) for i, row in enumerate(ROWS)}
     steps = 10 + APART * len(ROWS)
     faults = ", ".join(row.fault(step) for step, row in rows.items())
-    run = finish(config(SFT, tmp_path / "run", *BASE, f"sft.steps={steps}", f"layout.spares={len(rows)}", f"faults=[{faults}]"))
+    run = finish(config(SFT, tmp_path / "run", *BASE, f"sft.steps={steps}", f"layout.spares={len(rows)}", f"faults=[{faults}]",
+                        "recovery.heartbeat_s=0.3", f"recovery.silence_s={2 if kind == 'stop' else 30}"))
     assert_invariants(run, steps=steps)
     check_rows(run, rows)
     assert run.final_hashes == {undisturbed(tmp_path, steps)}
     assert gone(run.pids)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("second", ROWS, ids=lambda row: row.phase)
+@pytest.mark.parametrize("first", ROWS, ids=lambda row: row.phase)
+def test_two_faults_in_a_row_without_spares_leave_the_bits(tmp_path, first, second):
+    """Three replicas, two, one: the last one computes everything."""
+    second = dataclasses.replace(second, replica=(first.replica + 1) % 3)
+    run = finish(config(SFT, tmp_path / "run", *BASE, "sft.steps=12", "layout.spares=0", f"faults=[{first.fault(3)}, {second.fault(8)}]"))
+    assert_invariants(run, steps=12)
+    assert [(f["replica"], f["phase"]) for f in run.kind("fault")] == [(first.replica, first.phase), (second.replica, second.phase)]
+    assert all(survivors_inside(run, f, f["phase"]) for f in run.kind("fault"))
+    assert run.kind("commit")[-1]["members"] == [3 - first.replica - second.replica]
+    assert run.final_hashes == {undisturbed(tmp_path, 12)}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("split", ["layout.tp=2", "layout.pp=2", "layout.dp=2"])
+def test_a_rank_of_a_replica_of_two_dies_in_every_phase_and_the_bits_stay(tmp_path, split):
+    """Two replicas of two ranks: the other rank of the broken one keeps its memory. The undisturbed run has the same replicas' shape."""
+    rows = {10 + APART * i: dataclasses.replace(row, replica=row.replica % 2, rank=i % 2) for i, row in enumerate(ROWS)}
+    steps = 10 + APART * len(ROWS)
+    same = [split, "layout.replicas=2", "train.micro_batch_size=5", f"sft.steps={steps}"]
+    faults = ", ".join(row.fault(step) for step, row in rows.items())
+    run = finish(config(SFT, tmp_path / "run", *BASE, *same, f"layout.spares={len(rows)}", f"faults=[{faults}]"))
+    assert_invariants(run, steps=steps)
+    assert {(f.step, f["replica"], f["rank"]) for f in run.kind("fault")} == {(s, r.replica, r.rank) for s, r in rows.items()}
+    assert all(survivors_inside(run, f, f["phase"]) for f in run.kind("fault"))
+    calm = finish(config(SFT, tmp_path / "calm", *BASE, *same, "layout.replicas=1"))
+    assert run.final_hashes == calm.final_hashes
 
 
 def test_two_deaths_in_one_step_and_down_to_one_replica_without_spares(tmp_path):
@@ -120,7 +155,7 @@ def test_waiting_for_a_spare_is_bitwise_the_same_too_without_exact_mode(tmp_path
     assert all(c["members"] == [0, 1] for c in run.kind("commit") if c["kind"] == "apply" and c.step not in (4, 12))
 
 
-@pytest.mark.parametrize("mode", ["salvage", "retry"])
+@pytest.mark.parametrize("mode", ["salvage", full("retry")])
 def test_losses_under_faults_are_those_without_to_rounding(tmp_path, mode):
     same = ["sft.steps=12", "recovery.exact=false", f"recovery.mode={mode}", "layout.spares=0"]
     calm = finish(config(SFT, tmp_path / "calm", *BASE, *same))

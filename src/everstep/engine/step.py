@@ -12,6 +12,7 @@ Waits inside Megatron end with the timeout of the process groups, or when a neig
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from everstep.engine import cpu, hf
+from everstep.engine import cpu, hf, lora
 from everstep.engine import state as rank_state
 from everstep.engine.columns import Columns
 from everstep.engine.groups import abort_groups, broken_replica, close_groups, forget_frames, open_groups
@@ -90,6 +91,8 @@ class Engine:
         self.arch = read_architecture(hf_config)
         check_layout(self.arch, layout)
         self._table = hf.pieces(self.arch, layout)
+        self._adapters = lora.pieces(self._table, config, layout)  # empty without LoRA
+        self._frozen_digest: str | None = None
         self._closed = self._aborted = False
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -103,16 +106,18 @@ class Engine:
                 self._megatron.finalize_model_grads_func = _finalize_sums
                 self._columns = Columns.of_this_rank(config.engine.sequence_parallel)
                 chunks = build_chunks(self.arch, self._megatron, layout)
+                if self._adapters:
+                    lora.attach(chunks, self._table, self.arch, self._megatron, config, layout)
                 self._ddps, self._optimizer = wrap_for_training(chunks, self._megatron, config)
                 self._slots = rank_state.adam_slots(self._ddps, self._optimizer)
-                self._counted = rank_state.counted_ranges(self._ddps, self._table)
+                self._counted = rank_state.counted_ranges(self._ddps, self._table + self._adapters)
         except Exception as error:
             broken = broken_replica(error)
             if broken is None:
                 raise
             forget_frames(error.__traceback__)
         else:
-            self._reference: list[torch.nn.Module] | None = None
+            self._reference: rank_state.ReferenceCopy | lora.AdapterReference | None = None
             return
         self.close()
         raise broken
@@ -127,7 +132,8 @@ class Engine:
         dict (name -> tensor, or function that returns it).
 
         Each rank reads the whole of one parameter at a time and keeps its shard. BadInput names a missing or
-        misshapen tensor. Adam's moments and step are not touched.
+        misshapen tensor. Adam's moments and step are not touched. Adapters are new ones of ``config.seed``, unless the
+        state dict has them (as ``export_adapter`` names them).
         """
         if isinstance(source, Mapping):
             origin = "the state dict"
@@ -137,25 +143,35 @@ class Engine:
                 source = ModelSource(str(source), Path(source))
             origin = source.spec
             getters = weights(source)
-        self._load(getters, origin)
+        self._load(getters, origin, self.config.seed)
 
     @_inside
     def init_random(self, seed: int) -> None:
-        """Weights of a new model, as transformers initialises them; the same full weights for every layout."""
-        self._load(hf.random_weights(self._table, self.arch, seed), f"random weights of seed {seed}")
+        """Weights of a new model, as transformers initialises them, and new adapters; the same for every layout."""
+        self._load(hf.random_weights(self._table, self.arch, seed), f"random weights of seed {seed}", seed)
 
-    def _load(self, getters: Mapping[str, hf.Getter], origin: str) -> None:
+    def _load(self, getters: Mapping[str, hf.Getter], origin: str, seed: int) -> None:
         if self.arch.tied and "model.embed_tokens.weight" not in getters and "lm_head.weight" in getters:
             getters = {**getters, "model.embed_tokens.weight": getters["lm_head.weight"]}
-        hf.load(rank_parameters(self._ddps), self._table, getters, self.arch, origin)
+        getters = {**lora.initial(self._adapters, seed), **getters}
+        hf.load(rank_parameters(self._ddps), self._table + self._adapters, getters, self.arch, origin)
         self._optimizer.reload_model_params()
+        if self._adapters:
+            self._frozen_digest = lora.frozen_digest(self._ddps)
 
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) of the current weights, on every rank, one at a time, as copies.
 
-        Collective: all ranks of the replica must exhaust the iterator.
+        Adapters are merged into the weights. Collective: all ranks of the replica must exhaust the iterator.
         """
-        tensors = hf.export(rank_parameters(self._ddps), self._table, self.arch)
+        weights = lora.Merged(self._ddps) if self._adapters else rank_parameters(self._ddps)
+        return self._each(hf.export(weights, self._table, self.arch))
+
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapters alone, as ``export_hf``; named ``MODULE.lora_A.weight`` and ``MODULE.lora_B.weight``."""
+        return self._each(hf.export(rank_parameters(self._ddps), self._adapters, self.arch))
+
+    def _each(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         while (item := self._next(tensors)) is not None:
             yield item
 
@@ -165,14 +181,18 @@ class Engine:
 
     @_inside
     def keep_reference(self) -> None:
-        """Keep the current weights as the reference model. It is never trained; it becomes part of ``state()``."""
-        if self._reference is None:
+        """Keep the current weights as the reference model. It is never trained; it becomes part of ``state()``.
+
+        With LoRA it shares the frozen weights, and only the adapters are copied (new ones compute nothing).
+        """
+        if self._reference is not None:
+            self._reference.keep()
+        elif self._adapters:
+            self._reference = lora.AdapterReference(self._ddps)
+        else:
             chunks = build_chunks(self.arch, self._megatron, self.layout)
-            self._reference = [in_model_precision(c.requires_grad_(False), self._megatron).eval() for c in chunks]
-        kept = rank_parameters(self._reference)
-        with torch.no_grad():
-            for name, parameter in rank_parameters(self._ddps).items():
-                kept[name].copy_(parameter)
+            frozen = [in_model_precision(c.requires_grad_(False), self._megatron).eval() for c in chunks]
+            self._reference = rank_state.ReferenceCopy(frozen, self._ddps)
 
     # ------------------------------------------------------------------ gradients
 
@@ -274,15 +294,11 @@ class Engine:
 
         On ranks that collect (last pipeline stage, tensor- and context-parallel rank 0); None elsewhere.
         """
-        chunks: Sequence[torch.nn.Module] = self._ddps
-        if model == "reference":
-            if self._reference is None:
-                raise EverstepError("there is no reference model; call keep_reference() first")
-            chunks = self._reference
-        elif model != "policy":
+        if model not in ("policy", "reference"):
             raise EverstepError(f"model={model!r} must be 'policy' or 'reference'")
-        for chunk in chunks:
-            chunk.eval()
+        if model == "reference" and self._reference is None:
+            raise EverstepError("there is no reference model; call keep_reference() first")
+        serving = self._reference.serving() if model == "reference" and self._reference else contextlib.nullcontext(self._ddps)
 
         def collect(batch: TrainingBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             values, _ = self._token_logprobs(logits, batch, temperature, False)
@@ -290,7 +306,9 @@ class Engine:
 
         results: list[dict[str, Tensor]] = []
         if micro_batches:
-            with torch.no_grad():
+            with torch.no_grad(), serving as chunks:
+                for chunk in chunks:
+                    chunk.eval()
                 results = self._run(chunks, micro_batches, [0] * len(micro_batches), collect, forward_only=True)
         if not self._answers():
             return None
@@ -298,22 +316,35 @@ class Engine:
 
     # ------------------------------------------------------------------ state
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self, frozen: bool = True) -> dict[str, Tensor]:
         """Views of all tensors that make this rank's state, in a fixed order; writing into them restores the state.
 
-        See ``everstep.engine.state.state_views`` for the names. Adam's step counter is in ``state_scalars``.
+        See ``everstep.engine.state.state_views`` for the names. Adam's step counter is in ``state_scalars``. ``frozen=False``
+        leaves out what LoRA never trains, which a rank can have from model.path.
         """
         self._must_be_open()
-        return rank_state.state_views(self._ddps, self._slots, self._reference)
+        kept = self._reference.tensors() if self._reference is not None else {}
+        return rank_state.state_views(self._ddps, self._slots, kept, frozen)
 
     def state_scalars(self) -> dict[str, Any]:
-        """The numbers of the state that are no tensors: ``adam_step``, and whether there is a reference model."""
+        """What of the state is no tensor: ``adam_step``, whether there is a reference model, and, with LoRA, its scale and
+        the digest of the frozen weights."""
         self._must_be_open()
-        return {"adam_step": rank_state.adam_step(self._slots), "has_reference": self._reference is not None}
+        scalars = {"adam_step": rank_state.adam_step(self._slots), "has_reference": self._reference is not None}
+        if self._adapters:
+            scalars |= {"lora_alpha": self.config.lora.alpha, "frozen_digest": self._frozen_digest}
+        return scalars
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """The inverse of ``state_scalars``. Call it before writing into ``state()``: it makes a missing reference."""
+        """The inverse of ``state_scalars``. Call it before writing into ``state()``: it makes a missing reference.
+
+        BadInput if the adapters belong to another base than the one loaded here, or have another scale. An engine whose
+        weights are undefined takes the digest over: the frozen weights must then come with the state.
+        """
         self._must_be_open()
+        if self._adapters:
+            lora.check_same_base(scalars, self.config, self._frozen_digest)
+            self._frozen_digest = scalars["frozen_digest"]
         rank_state.set_adam_step(self._slots, int(scalars["adam_step"]))
         if scalars["has_reference"] and self._reference is None:
             self.keep_reference()

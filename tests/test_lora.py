@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from everstep.config.load import load_config
+from everstep.errors import ConfigError
 from everstep.layout import Layout
 from support.models import NllWithEntropy, batch, hf_model, reference_loss, settings, tiny_config
 from support.processes import join_world, run_ranks
 
+ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 LR, SCALE, STEPS = 1e-2, 0.05, 3
 TEMPERATURE = 0.7
@@ -162,3 +166,165 @@ CASES = {
 @pytest.mark.parametrize("ranks", list(CASES))
 def test_equal_to_peft(ranks: int) -> None:
     run_ranks(check_all, ranks, ranks, CASES[ranks], join=False, deadline_s=200)
+
+
+# ------------------------------------------------------------------ values, precision, dropout, reference
+
+
+def one_step(engine: Any, batches: list[Any], seeds: list[int]) -> torch.Tensor:
+    sums = engine.accumulate(batches, NllWithEntropy(), seeds)
+    engine.apply(engine.gradients(), SCALE, LR)
+    return sums
+
+
+def share(layout: Layout, rank: int, step: int) -> tuple[list[Any], list[int]]:
+    """(micro-batches, seeds) of this rank."""
+    dp = layout.position(rank).dp
+    mine = data(step)[dp :: layout.dp]
+    return mine, [100 * step + dp + layout.dp * i for i in range(len(mine))]
+
+
+def values(rank: int, layout: Layout) -> dict[str, torch.Tensor]:
+    """New adapters of seed 7, and then, in bfloat16 with dropout, two steps: equal bit by bit when repeated."""
+    case = Case(layout)
+    engine = build(case, rank)
+    engine.init_random(7)
+    fresh = dict(engine.export_adapter())
+    engine.close()
+
+    runs = []
+    for again in range(2):
+        join_world(rank, layout.ranks_per_replica, f"again{again}")
+        engine = build(Case(layout, engine={"recompute": ["none", "full"][again]}), rank, dropout=0.5)
+        engine.init_random(7)
+        sums = [one_step(engine, *share(layout, rank, step)) for step in range(2)]
+        unseeded = engine.accumulate(share(layout, rank, 2)[0], NllWithEntropy(), [5] * len(share(layout, rank, 2)[0]))
+        runs.append((*sums, unseeded, *(tensor for _, tensor in engine.export_adapter())))
+        if again:
+            other = engine.accumulate(share(layout, rank, 2)[0], NllWithEntropy(), [6] * len(share(layout, rank, 2)[0]))
+            assert not torch.equal(other, unseeded), "dropout must follow the seed"
+        engine.close()
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True)), "recomputation must drop the same elements"
+    return fresh
+
+
+def test_new_adapters_do_not_depend_on_the_layout_and_dropout_follows_the_seeds() -> None:
+    (alone,) = run_ranks(values, 1, Layout())
+    for name, tensor in alone.items():
+        if "lora_B" in name:
+            assert not tensor.any()
+        else:
+            assert 0.9 < tensor.abs().max() * tensor.shape[1] ** 0.5 <= 1, name  # uniform within 1/sqrt(in)
+    for fresh in run_ranks(values, 4, Layout(tp=2, pp=2), deadline_s=120):
+        assert fresh.keys() == alone.keys() and all(torch.equal(fresh[name], alone[name]) for name in alone)
+
+
+def check_state(rank: int, layout: Layout, dtype: str) -> None:
+    """Reference, state, digest of the frozen weights."""
+    from everstep.engine.step import Engine
+    from everstep.errors import BadInput
+
+    def engine_of(seed: int | None, **lora: Any) -> Engine:
+        config = settings(lora={**LORA, **lora}, model={"dtype": dtype}, seed=7)
+        engine = Engine(config, Case(layout).model, layout.position(rank), layout, CPU)
+        if seed is not None:
+            engine.init_random(seed)
+        return engine
+
+    join_world(rank, layout.ranks_per_replica, "source")
+    engine = engine_of(7)
+    mine, seeds = share(layout, rank, 0)
+    at_first = engine.logprobs(mine)
+    engine.keep_reference()
+    size = sum(t.numel() for n, t in engine.state().items() if n.startswith("reference/"))
+    assert size == sum(t.numel() for n, t in engine.state().items() if n.startswith("param/") and ".lora." in n)
+    for _ in range(2):
+        one_step(engine, mine, seeds)
+    for got, expected, trained in zip(*(r or [] for r in (engine.logprobs(mine, model="reference"), at_first, engine.logprobs(mine))), strict=True):
+        assert torch.equal(got, expected) and not torch.equal(got, trained)
+    engine.keep_reference()  # after a warm-up, say: what it is now
+    for got, expected in zip(engine.logprobs(mine, model="reference") or [], engine.logprobs(mine) or [], strict=True):
+        assert torch.equal(got, expected)
+    if dtype == "bfloat16":
+        masters = {n: t for n, t in engine.state().items() if n.startswith("master/")}
+        assert masters and all(".lora." in n and t.dtype == torch.float32 for n, t in masters.items())
+    digest, scalars = engine.state_hash(), engine.state_scalars()
+    trained = {name: tensor.clone() for name, tensor in engine.state(frozen=False).items()}
+    following = one_step(engine, *share(layout, rank, 1))
+    after = engine.state_hash()
+    name = next(name for name in engine.state() if name not in trained)
+    engine.state()[name].view(-1)[0] += 1
+    assert engine.state_hash() != after, "the hash covers the frozen weights"
+    engine.close()
+
+    # A spare: the frozen weights from the seed, all else from the peer.
+    join_world(rank, layout.ranks_per_replica, "spare")
+    spare = engine_of(7)
+    spare.load_scalars(scalars)
+    with torch.no_grad():
+        assert list(spare.state(frozen=False)) == list(trained)
+        for name, view in spare.state(frozen=False).items():
+            view.copy_(trained[name])
+    assert spare.state_hash() == digest
+    assert torch.equal(one_step(spare, *share(layout, rank, 1)), following) and spare.state_hash() == after
+    spare.close()
+
+    join_world(rank, layout.ranks_per_replica, "others")
+    other = engine_of(8)
+    with pytest.raises(BadInput, match="trained on other frozen weights"):
+        other.load_scalars(scalars)
+    other.close()
+    join_world(rank, layout.ranks_per_replica, "scaled")
+    scaled = engine_of(7, alpha=9.0)
+    with pytest.raises(BadInput, match=r"lora\.alpha=5\.0, configured is 9\.0"):
+        scaled.load_scalars(scalars)
+    scaled.close()
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [(Layout(tp=2), "bfloat16"), (Layout(pp=2, vpp=3), "float32")], ids=["tp", "pp"])
+def test_the_reference_shares_the_frozen_weights_and_a_spare_takes_them_from_the_model(layout: Layout, dtype: str) -> None:
+    run_ranks(check_state, layout.ranks_per_replica, layout, dtype, join=False, deadline_s=120)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("lora", "says"),
+    [
+        (["lora.rank=-1"], r"lora\.rank is -1"),
+        (["lora.targets=[qkv,experts]"], r"'experts' matches no matrix of the model; there are qkv, proj"),
+        (["lora.targets=[]"], r"lora\.targets is empty, so lora\.rank=16 would train nothing"),
+        (["lora.dropout=1"], r"lora\.dropout is 1"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_the_plan(lora: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from everstep.plan import make_plan
+
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError, match=says):
+        make_plan(load_config("examples/lora_sft.yaml", lora))
+
+
+def test_the_plan_counts_the_frozen_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from everstep.plan import make_plan
+
+    monkeypatch.chdir(ROOT)
+    layout = ["layout.tp=2", "layout.dp=2"]
+    full, lora = (make_plan(load_config("examples/lora_sft.yaml", [*layout, *o])).memory[0] for o in (["lora.rank=0"], []))
+    adapters = sum(sizes_of_rank(Layout(tp=2)))
+    assert lora.weights == full.weights + 4 * adapters and lora.frozen == full.weights
+    assert (lora.gradients, lora.optimizer, lora.recovery) == (4 * adapters, 4 * adapters, 2 * adapters)
+    assert lora.state == 4 * adapters + 4 * adapters
+
+
+def sizes_of_rank(layout: Layout) -> list[int]:
+    """Elements of every adapter tensor on one rank, from the engine's own table."""
+    from transformers import AutoConfig
+
+    from everstep.engine import hf, lora
+    from everstep.engine.model import read_architecture
+
+    config = load_config(ROOT / "examples" / "lora_sft.yaml")
+    table = hf.pieces(read_architecture(AutoConfig.from_pretrained(ROOT / config.model.path)), layout)
+    return [piece.shape[0] * piece.shape[1] for piece in lora.pieces(table, config, layout)]

@@ -330,7 +330,7 @@ class Engine:
         """What of the state is no tensor: ``adam_step``, whether there is a reference model, and, with LoRA, its scale and
         the digest of the frozen weights."""
         self._must_be_open()
-        scalars = {"adam_step": rank_state.adam_step(self._slots), "has_reference": self._reference is not None}
+        scalars: dict[str, Any] = {"adam_step": rank_state.adam_step(self._slots), "has_reference": self._reference is not None}
         if self._adapters:
             scalars |= {"lora_alpha": self.config.lora.alpha, "frozen_digest": self._frozen_digest}
         return scalars

@@ -155,6 +155,8 @@ def attach(
     for number, chunk in enumerate(chunks):
         model, prefix = bare(chunk), chunk_prefix(number, len(chunks))
         model.requires_grad_(False)
+        if arch.value_head and model.post_process:
+            model.output_layer.requires_grad_(True)  # new, so there is nothing to keep
         for piece in table:
             if piece.stage != stage or not piece.local.startswith(prefix) or not piece.local.endswith(".weight"):
                 continue

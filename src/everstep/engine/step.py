@@ -13,6 +13,7 @@ Waits inside Megatron end with the timeout of the process groups, or when a neig
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,10 +86,12 @@ class Engine:
     """
 
     def __init__(
-        self, config: Config, hf_config: Any, position: Position, layout: Layout, device: torch.device
-    ) -> None:
+        self, config: Config, hf_config: Any, position: Position, layout: Layout, device: torch.device,
+        head: Literal["vocabulary", "value"] = "vocabulary",
+    ) -> None:  # fmt: skip
+        """``head``: ``value`` makes a critic, whose output is one number per token (see ``values``)."""
         self.config, self.position, self.layout, self.device = config, position, layout, device
-        self.arch = read_architecture(hf_config)
+        self.arch = dataclasses.replace(read_architecture(hf_config), value_head=head == "value")
         check_layout(self.arch, layout)
         self._table = hf.pieces(self.arch, layout)
         self._adapters = lora.pieces(self._table, config, layout)  # empty without LoRA
@@ -132,8 +135,8 @@ class Engine:
         dict (name -> tensor, or function that returns it).
 
         Each rank reads the whole of one parameter at a time and keeps its shard. BadInput names a missing or
-        misshapen tensor. Adam's moments and step are not touched. Adapters are new ones of ``config.seed``, unless the
-        state dict has them (as ``export_adapter`` names them).
+        misshapen tensor. Adam's moments and step are not touched. Adapters, and a value head, are new ones of
+        ``config.seed`` unless the state dict has them (``export_adapter`` and ``export_hf`` name them).
         """
         if isinstance(source, Mapping):
             origin = "the state dict"
@@ -153,7 +156,11 @@ class Engine:
     def _load(self, getters: Mapping[str, hf.Getter], origin: str, seed: int) -> None:
         if self.arch.tied and "model.embed_tokens.weight" not in getters and "lm_head.weight" in getters:
             getters = {**getters, "model.embed_tokens.weight": getters["lm_head.weight"]}
-        getters = {**lora.initial(self._adapters, seed), **getters}
+        new = lora.initial(self._adapters, seed)
+        if self.arch.value_head:  # a language model has none
+            drawn = hf.random_weights(self._table, self.arch, seed)
+            new |= {name: drawn[name] for name in ("score.weight", "score.bias")}
+        getters = {**new, **getters}
         hf.load(rank_parameters(self._ddps), self._table + self._adapters, getters, self.arch, origin)
         self._optimizer.reload_model_params()
         if self._adapters:
@@ -206,7 +213,7 @@ class Engine:
         be given the same micro-batches; their widths and sizes may differ. An empty list contributes zeros.
 
         ``seeds[i]``: seed of every random number drawn in micro-batch i. ``temperature``: the logits are divided by
-        it. Returns the float64 vector ``[weight, loss_sum, metric sums..., metric weights...]`` (on the CPU) summed
+        it. With a value head ``loss`` is given ``values`` in the place of log-probabilities, and no entropy. Returns the float64 vector ``[weight, loss_sum, metric sums..., metric weights...]`` (on the CPU) summed
         over the replica, equal on all of its ranks. After an error the buffers hold garbage; the next call zeroes them.
         """
         if len(seeds) != len(micro_batches):
@@ -219,11 +226,15 @@ class Engine:
         total = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=self.device)
 
         def loss_of(batch: TrainingBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            logprobs, entropy = self._token_logprobs(logits, batch, temperature, loss.needs_entropy)
-            output = loss(logprobs, entropy, batch)
+            entropy = None
+            if self.arch.value_head:
+                outputs = self._token_values(logits, batch)
+            else:
+                outputs, entropy = self._token_logprobs(logits, batch, temperature, loss.needs_entropy)
+            output = loss(outputs, entropy, batch)
             loss_sum = output.loss_sum
             if not loss_sum.requires_grad:  # a loss without any counted token: backward must still run on all stages
-                loss_sum = loss_sum + 0.0 * logprobs.sum()
+                loss_sum = loss_sum + 0.0 * outputs.sum()
             return loss_sum, no_tokens(self.device), {"sums": pack_sums(output, names, self.device)}
 
         if micro_batches:
@@ -298,21 +309,38 @@ class Engine:
             raise EverstepError(f"model={model!r} must be 'policy' or 'reference'")
         if model == "reference" and self._reference is None:
             raise EverstepError("there is no reference model; call keep_reference() first")
+        if self.arch.value_head:
+            raise EverstepError("this engine has a value head, which gives no log-probabilities; call values()")
         serving = self._reference.serving() if model == "reference" and self._reference else contextlib.nullcontext(self._ddps)
+        with serving as chunks:
+            return self._evaluate(chunks, micro_batches, lambda batch, logits: self._token_logprobs(logits, batch, temperature, False)[0])
 
-        def collect(batch: TrainingBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            values, _ = self._token_logprobs(logits, batch, temperature, False)
-            return values.sum(), no_tokens(self.device), {"logprobs": values}
+    @_inside
+    def values(self, micro_batches: list[TrainingBatch]) -> list[Tensor] | None:
+        """What the value head says, float32 (B, T) per micro-batch, no gradient, no dropout; as ``logprobs`` on collecting ranks.
 
+        Column t is the value of the state in which token t is chosen: from the tokens before it. Column 0 is zero.
+        """
+        if not self.arch.value_head:
+            raise EverstepError('this engine has no value head; build it with head="value"')
+        return self._evaluate(self._ddps, micro_batches, lambda batch, outputs: self._token_values(outputs, batch))
+
+    def _evaluate(
+        self, chunks: Sequence[torch.nn.Module], micro_batches: list[TrainingBatch], per_token: Callable[[TrainingBatch, Tensor], Tensor]
+    ) -> list[Tensor] | None:
+        def collect(batch: TrainingBatch, outputs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            values = per_token(batch, outputs)
+            return values.sum(), no_tokens(self.device), {"values": values}
+
+        for chunk in chunks:
+            chunk.eval()
         results: list[dict[str, Tensor]] = []
         if micro_batches:
-            with torch.no_grad(), serving as chunks:
-                for chunk in chunks:
-                    chunk.eval()
+            with torch.no_grad():
                 results = self._run(chunks, micro_batches, [0] * len(micro_batches), collect, forward_only=True)
         if not self._answers():
             return None
-        return [result["logprobs"] for result in results]
+        return [result["values"] for result in results]
 
     # ------------------------------------------------------------------ state
 
@@ -406,10 +434,15 @@ class Engine:
             group=mpu.get_tensor_model_parallel_group() if self.layout.tp > 1 else None,
         )
 
-        def at_targets(values: Tensor) -> Tensor:
-            return F.pad(self._columns.whole(values)[:, : ids.shape[1] - 1], (1, 0))
+        return self._at_targets(logprobs, batch), None if entropy is None else self._at_targets(entropy, batch)
 
-        return at_targets(logprobs), None if entropy is None else at_targets(entropy)
+    def _token_values(self, outputs: Tensor, batch: TrainingBatch) -> Tensor:
+        """(B, T) values of the states before each token, from this rank's columns of the head's outputs (B, S, 1)."""
+        return self._at_targets(outputs[..., 0].float(), batch)
+
+    def _at_targets(self, own: Tensor, batch: TrainingBatch) -> Tensor:
+        """(B, S) computed at this rank's positions -> (B, T), each at the token that follows its position."""
+        return F.pad(self._columns.whole(own)[:, : batch.tensors["input_ids"].shape[1] - 1], (1, 0))
 
     def _run(
         self,

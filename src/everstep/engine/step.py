@@ -215,7 +215,8 @@ class Engine:
         ``seeds[i]``: seed of every random number drawn in micro-batch i. ``temperature``: the logits are divided by
         it. With a value head ``loss`` is given ``values`` in the place of log-probabilities, and no entropy.
 
-        Returns the float64 vector ``[weight, loss_sum, metric sums..., metric weights...]`` (on the CPU) summed over the replica, equal on all of its ranks. After an error the buffers hold garbage; the next call zeroes them.
+        Returns the float64 vector ``[weight, loss_sum, metric sums..., metric weights...]`` (on the CPU) summed over the replica,
+        equal on all of its ranks. After an error the buffers hold garbage; the next call zeroes them.
         """
         if len(seeds) != len(micro_batches):
             raise EverstepError(f"{len(micro_batches)} micro-batches but {len(seeds)} seeds; give one seed each")

@@ -1,0 +1,1 @@
+"""Measurements of everstep, each a command: ``python -m benchmarks.NAME``, run in the repository."""

@@ -35,6 +35,7 @@ class RankMemory:
     """Bytes on one rank, by purpose."""
 
     weights: int
+    frozen: int  # of the weights what LoRA never trains; it comes from model.path, not from peers or checkpoints
     gradients: int
     optimizer: int  # float32 masters (bfloat16 only) and Adam's two moments
     recovery: int  # the step's total, kept apart from the gradients until it is committed; in exact mode every slot's gradient
@@ -47,11 +48,11 @@ class RankMemory:
     @property
     def state(self) -> int:
         """What a heal sends and a checkpoint writes for this rank."""
-        return self.weights + self.optimizer + self.reference
+        return self.weights - self.frozen + self.optimizer + self.reference
 
     @property
     def total(self) -> int:
-        return self.state + self.gradients + self.recovery + self.rollout + self.activations + self.logits
+        return self.frozen + self.state + self.gradients + self.recovery + self.rollout + self.activations + self.logits
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,12 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of one checkpoint: the state of one replica, and the weights once more in transformers' format."""
-        weights = self.shape.parameters * _BYTES[self.config.model.dtype]
-        return sum(memory.state for memory in self.memory) + weights
+        """Bytes of one checkpoint: the state of one replica, and the weights, and adapters, once more in others' formats."""
+        exported = self.shape.parameters
+        if self.config.lora.rank:
+            whole = Layout()
+            exported += adapter_parameters(self.config, self.shape, whole, 0)
+        return sum(memory.state for memory in self.memory) + exported * _BYTES[self.config.model.dtype]
 
 
 def make_plan(config: Config, environ: Mapping[str, str] = os.environ) -> Plan:
@@ -120,20 +124,36 @@ def stage_parameters(shape: ModelShape, layout: Layout, pp: int) -> int:
     return total
 
 
+def adapter_parameters(config: Config, shape: ModelShape, layout: Layout, pp: int) -> int:
+    """Parameters of LoRA adapters on one rank of pipeline stage ``pp``; 0 without LoRA.
+
+    A matrix (out, in) has r (in + out): of q, k, v, gate and up a tensor-parallel rank holds r (in + out / tp), of the
+    output and down projections r (in / tp + out).
+    """
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sizes = {  # cut over tp, whole
+        "q_proj": (q, shape.hidden), "k_proj": (kv, shape.hidden), "v_proj": (kv, shape.hidden), "o_proj": (q, shape.hidden),
+        "gate_proj": (shape.ffn, shape.hidden), "up_proj": (shape.ffn, shape.hidden), "down_proj": (shape.ffn, shape.hidden),
+    }  # fmt: skip
+    per_layer = sum(sizes[matrix][0] // layout.tp + sizes[matrix][1] for matrix in derive.lora_matrices(config))
+    return config.lora.rank * per_layer * sum(map(len, layout.stages(shape.layers)[pp]))
+
+
 def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: int) -> RankMemory:
     """Bytes on ``rank`` of any replica.
 
-    With P parameters on the rank (:func:`stage_parameters`), b bytes per parameter (model.dtype), and S = P, or
-    P/(dp cp) with engine.distributed_optimizer:
+    With P parameters of the model on the rank (:func:`stage_parameters`), L of adapters (:func:`adapter_parameters`), T = P
+    trained ones, or T = L with LoRA, b bytes per parameter (model.dtype), and S = T, or T/(dp cp) with
+    engine.distributed_optimizer:
 
-        weights      b P
-        gradients    4 P              (summed in float32)
+        weights      b (P + L)
+        gradients    4 T              (summed in float32)
         optimizer    8 S              (Adam's moments), and 4 S more for float32 masters if b = 2
         recovery     4 S              (with recovery.enabled no total is made in place), and 4 S for each slot of the replica with
                                       recovery.exact
         salvage      4 S              (what is salvaged is added to a sum of its own); with recovery.exact 4 S for each
                                       slot more than the replica has, if it were the last one left
-        reference    b P              (if rl.kl_coef > 0)
+        reference    b T              (if rl.kl_coef > 0; with LoRA it shares the frozen weights)
         rollout      b (whole model)  (grpo; on the ranks that generate: last stage, tp 0, cp 0)
 
     For one micro-batch of N tokens on this rank (train.micro_batch_size times the longest sample, over cp), hidden size
@@ -152,8 +172,9 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
     """
     layout, at = sizes.layout, sizes.layout.position(rank)
     width = _BYTES[config.model.dtype]
-    parameters = stage_parameters(shape, layout, at.pp)
-    shard = -(-parameters // (layout.dp * layout.cp)) if config.engine.distributed_optimizer else parameters
+    model, adapters = stage_parameters(shape, layout, at.pp), adapter_parameters(config, shape, layout, at.pp)
+    trained = adapters or model
+    shard = -(-trained // (layout.dp * layout.cp)) if config.engine.distributed_optimizer else trained
 
     steps = [step for step in (sizes.main, sizes.warmup) if step is not None]
     tokens = config.train.micro_batch_size * -(-max(step.max_tokens for step in steps) // layout.cp)
@@ -175,12 +196,13 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
     salvaged = max(step.slots for step in steps) - held if config.recovery.exact else 1
     salvages = config.recovery.enabled and config.recovery.mode == "salvage" and layout.replicas > 1
     return RankMemory(
-        weights=width * parameters,
-        gradients=4 * parameters,
+        weights=width * (model + adapters),
+        frozen=width * model if adapters else 0,
+        gradients=4 * trained,
         optimizer=(8 if width == 4 else 12) * shard,
         recovery=4 * shard * (int(config.recovery.enabled) + held),
         salvage=4 * shard * salvaged if salvages else 0,
-        reference=width * parameters if config.recipe == "grpo" and config.rl.kl_coef > 0 else 0,
+        reference=width * trained if config.recipe == "grpo" and config.rl.kl_coef > 0 else 0,
         rollout=width * shape.parameters if generates else 0,
         activations=activations,
         logits=12 * tokens * (-(-shape.vocab // layout.tp)) if last else 0,
@@ -259,6 +281,7 @@ def size_rows(plan: Plan) -> list[tuple[str, str]]:
     sizes, layout, shape = plan.sizes, plan.sizes.layout, plan.shape
     rows = [
         ("model", f"{shape.architecture}, {shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers"),
+        *_lora_rows(plan),
         ("launcher, device", f"{plan.launcher}, {plan.device}"),
         (
             "ranks",
@@ -281,6 +304,15 @@ def size_rows(plan: Plan) -> list[tuple[str, str]]:
     rows += _step_rows(sizes.main)
     rows.append(("optimizer steps in all", str(sizes.total_steps)))
     return rows
+
+
+def _lora_rows(plan: Plan) -> list[tuple[str, str]]:
+    matrices = derive.lora_matrices(plan.config)
+    if not matrices:
+        return []
+    count = adapter_parameters(plan.config, plan.shape, Layout(), 0)
+    said = f"{count:,} parameters of rank {plan.config.lora.rank} beside {', '.join(matrices)}; the model is frozen"
+    return [("adapters", said)]
 
 
 def _step_rows(step: derive.StepSizes) -> list[tuple[str, str]]:

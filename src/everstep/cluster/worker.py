@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint import sharded
+from everstep.checkpoint import adapter, sharded
 from everstep.cluster.batch import TrainingBatch
 from everstep.config import derive
 from everstep.config.schema import Config
@@ -52,7 +52,7 @@ class Formation:
     """A place in a replica's life number ``build``. ``start``: where the state comes from.
 
     ``weights``: model.path or the seed (everybody, at the start of a run); ``peer``: a contributor, when the replica joins (a
-    rank that lived on keeps its memory and heals only what it missed).
+    rank that lived on keeps its memory and heals only what it missed; weights that LoRA freezes come from model.path).
     """
 
     replica: int
@@ -85,7 +85,8 @@ class EngineState:
         self.engine, self.version = engine, version
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return self.engine.state()
+        """Without what LoRA never trains: every rank has that from model.path, and the scalars tell whether it is the same."""
+        return self.engine.state(frozen=False)
 
     def scalars(self) -> dict[str, Any]:
         return self.engine.state_scalars()
@@ -98,6 +99,7 @@ class EngineState:
 class Kept:
     """The state of a rank that lives on after its replica broke; the engine it came from is closed."""
 
+    position: Position
     tensors: dict[str, torch.Tensor]
     scalars: dict[str, Any]
     version: int
@@ -210,8 +212,10 @@ class Worker:
             time.sleep(0.005)
 
     def _enter(self, formation: Formation) -> None:
-        kept = self._kept
         self._formation = formation
+        kept, self._kept = self._kept, None
+        if kept and (kept.position != self.position or kept.scalars["has_reference"] != formation.reference):
+            kept = None  # it is now another rank, or lacks the reference model: it heals whole
         self._entered.clear()
         self._rollout_version = None
         size = len(formation.workers)
@@ -227,21 +231,21 @@ class Worker:
             )
         engine = Engine(self.config, self._source.hf_config, self.position, self.layout, self.device)
         version: int | None = None
-        if formation.start == "weights":
+        if formation.start == "weights" or (self.config.lora.rank and kept is None):
             if self.config.model.init == "random":
                 engine.init_random(self.config.seed)
             else:
                 engine.load_pretrained(self._source)
+        if formation.start == "weights":
             version = 0
         if formation.reference:
             engine.keep_reference()
         self._state = EngineState(engine, version)
-        if kept and kept.tensors.keys() == engine.state().keys():
+        if kept:
             engine.load_scalars(kept.scalars)
             for name, tensor in engine.state().items():
                 tensor.copy_(kept.tensors[name])
             self._state.version = kept.version
-        self._kept = None
         replica, rank = formation.replica, formation.rank
         build: Callable[[str, Any], Link] = lambda name, replicas: Link(
             name, replicas, replica, rank, self._open_store(), self.device, self.config.recovery.link_timeout_s
@@ -265,7 +269,7 @@ class Worker:
         if state is None or formation is None:
             return
         if state.version is not None:
-            self._kept = Kept(dict(state.tensors()), state.scalars(), state.version)
+            self._kept = Kept(self.layout.position(formation.rank), dict(state.engine.state()), state.scalars(), state.version)
         state.engine.close()
         self.events.emit("release", replica=formation.replica, rank=formation.rank)
 
@@ -409,6 +413,8 @@ class Worker:
         rank = self.formation.rank
         shard = sharded.save_rank(self.state.tensors(), self.state.scalars(), folder, rank, self.layout)
         sharded.save_hf(self.engine.export_hf(), self._source.hf_config, self.tokenizer, folder / "hf", write=rank == 0)
+        if self.config.lora.rank:
+            adapter.save(self.engine.export_adapter(), self.config, self._source, folder / "adapter", write=rank == 0)
         return shard
 
     def load_shard(self, folder: Path, version: int, reference: bool) -> None:

@@ -43,6 +43,7 @@ def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> deriv
             "engine.sequence_parallel=true cuts activations over tensor-parallel ranks, but layout.tp=1; "
             "raise layout.tp, or set engine.sequence_parallel=false"
         )
+    derive.lora_matrices(config)
     check_model(describe(config.model), sizes.layout, config.model.path)
     _check_data_files(config)
     _check_functions(config)

@@ -33,6 +33,35 @@ def layout(config: Config) -> Layout:
     )
 
 
+#: Megatron's fused matrices, and what they hold under transformers' names.
+LORA_MATRICES = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "proj": ("o_proj",),
+    "fc1": ("gate_proj", "up_proj"),
+    "fc2": ("down_proj",),
+}
+
+
+def lora_matrices(config: Config) -> tuple[str, ...]:
+    """Transformers' names of the matrices with adapters, in the model's order; none without LoRA. ``ConfigError``."""
+    if not config.lora.rank:
+        return ()
+    known = [name for names in LORA_MATRICES.values() for name in names]
+    wanted: set[str] = set()
+    for target in config.lora.targets:
+        if target not in LORA_MATRICES and target not in known:
+            raise ConfigError(
+                f"lora.targets: {target!r} matches no matrix of the model; there are {', '.join(LORA_MATRICES)} and {', '.join(known)}"
+            )
+        wanted.update(LORA_MATRICES.get(target, (target,)))
+    if not wanted:
+        raise ConfigError(
+            f"lora.targets is empty, so lora.rank={config.lora.rank} would train nothing; name some of "
+            f"{', '.join(LORA_MATRICES)}, or set lora.rank=0 to train all weights"
+        )
+    return tuple(name for name in known if name in wanted)
+
+
 @dataclass(frozen=True)
 class StepSizes:
     """Batch arithmetic of one kind of optimizer step.

@@ -85,6 +85,24 @@ class EngineConfig(Section):
     )
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv 2106.09685): y = W x + alpha/rank B A x, with W frozen."""
+
+    rank: int = Field(
+        0,
+        ge=0,
+        description="Rank of the LoRA adapters. The model is then frozen and only adapters are trained; 0: off, all weights are "
+        "trained.",
+    )
+    alpha: float = Field(16.0, gt=0, description="Scale of LoRA: adapters add lora.alpha/lora.rank times what they compute.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Probability of dropping an element of an adapter's input in training.")
+    targets: list[str] = Field(
+        ["qkv", "proj", "fc1", "fc2"],
+        description="What gets adapters: `qkv`, `proj` (attention in and out), `fc1`, `fc2` (feed-forward in and out), or single "
+        "matrices by their transformers names, such as `q_proj`.",
+    )
+
+
 class OptimizerConfig(Section):
     lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
     min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of a linear, cosine or wsd schedule.")
@@ -432,6 +450,7 @@ class Config(Section):
     model: ModelConfig
     layout: LayoutConfig = LayoutConfig()
     engine: EngineConfig = EngineConfig()
+    lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     data: DataConfig

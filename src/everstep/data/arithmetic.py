@@ -1,4 +1,4 @@
-"""Tiny supervised data: sums of small numbers, as chats and as lines of text. Used by examples/sft_*.yaml."""
+"""Tiny supervised data: sums and products of small numbers, as chats and as lines of text. Used by the examples of SFT."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ def chats(largest: int = 9) -> list[dict[str, list[dict[str, str]]]]:
     """Records {messages}: the user asks "7+5", the assistant says "12", for all pairs of numbers up to ``largest``."""
     return [
         {"messages": [{"role": "user", "content": f"{a}+{b}"}, {"role": "assistant", "content": str(a + b)}]}
+        for a, b in _pairs(largest)
+    ]
+
+
+def product_chats(largest: int = 9) -> list[dict[str, list[dict[str, str]]]]:
+    """As ``chats``, with products: the user asks "7*5", the assistant says "35"."""
+    return [
+        {"messages": [{"role": "user", "content": f"{a}*{b}"}, {"role": "assistant", "content": str(a * b)}]}
         for a, b in _pairs(largest)
     ]
 

@@ -113,7 +113,10 @@ def pieces(arch: Architecture, layout: Layout) -> list[Piece]:
             ("model.norm.weight",), ((a.hidden,),), (a.hidden,),
         )
     )  # fmt: skip
-    if not a.tied or pp > 1:
+    if a.value_head:
+        for kind, size in (("weight", (1, a.hidden)), ("bias", (1,))):
+            table.append(Piece(f"{last}output_layer.{kind}", pp - 1, "whole", (f"score.{kind}",), (size,), size))
+    elif not a.tied or pp > 1:
         head = "model.embed_tokens.weight" if a.tied else "lm_head.weight"
         table.append(
             Piece(

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
@@ -101,6 +102,27 @@ class CausalAttention(nn.Module):
         else:
             out = F.scaled_dot_product_attention(q, k, v, **how)
         return out.permute(2, 0, 1, 3).reshape(tokens, samples, heads * channels)
+
+
+class ValueHead(nn.Module):
+    """The last layer of a critic, in the place of GPTModel's output layer: one number per token, ``w h + b``.
+
+    The same on all tensor-parallel ranks, from the whole sequence also under sequence parallelism; so its gradients need no sum.
+    Transformers calls it ``score`` (``...ForTokenClassification`` with one label).
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int) -> None:
+        super().__init__()
+        how: dict[str, Any] = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.weight = nn.Parameter(torch.empty(1, hidden_size, **how))
+        self.bias = nn.Parameter(torch.empty(1, **how))
+        self.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor, **unused: Any) -> tuple[Tensor, None]:
+        """(S, B, hidden), under sequence parallelism only this rank's part of S -> (S, B, 1), and no bias to be added."""
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return F.linear(hidden, self.weight, self.bias), None
 
 
 class BiasedRowParallelLinear(RowParallelLinear):

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from everstep.config.schema import Config
-from everstep.engine.layers import AddingRowParallelLinear, BiasedRowParallelLinear, CausalAttention, RMSNorm
+from everstep.engine.layers import AddingRowParallelLinear, BiasedRowParallelLinear, CausalAttention, RMSNorm, ValueHead
 from everstep.errors import BadInput
 from everstep.layout import Layout
 
@@ -62,6 +62,12 @@ class Architecture:
     initializer_range: float
     pad_token: int | None
     inverse_frequencies: tuple[float, ...]  # of the rotary embedding, head_dim // 2 of them
+    value_head: bool = False  # one number per token instead of the vocabulary: a critic
+
+    @property
+    def ties(self) -> bool:
+        """Whether the output layer is the embedding; a value head never is."""
+        return self.tied and not self.value_head
 
     def padded_vocab(self, tp: int) -> int:
         """Vocabulary entries, rounded up so that every tensor-parallel rank holds as many."""
@@ -257,9 +263,11 @@ def _build_chunk(arch: Architecture, megatron: TransformerConfig, layers: int, c
         pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
         post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
         position_embedding_type="rope",
-        share_embeddings_and_output_weights=arch.tied,
+        share_embeddings_and_output_weights=arch.ties,
         vp_stage=chunk,
     )
+    if arch.value_head and model.post_process:
+        model.output_layer = ValueHead(megatron, arch.hidden)
     # Transformers' frequencies rather than Megatron's: the same formula, but every rope type and its parameters.
     model.rotary_pos_emb.inv_freq = torch.tensor(
         arch.inverse_frequencies, dtype=torch.float32, device=torch.cuda.current_device()

@@ -6,6 +6,7 @@ parameter that lies in this rank's shard (possibly none of it), else the whole p
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -135,22 +136,43 @@ def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
+class ReferenceCopy:
+    """A reference model with weights of its own: frozen ``chunks`` like those of the model."""
+
+    def __init__(self, chunks: list[torch.nn.Module], model: Sequence[torch.nn.Module]) -> None:
+        self._chunks, self._model = chunks, model
+        self.keep()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Take the model's present weights."""
+        kept = self.tensors()
+        for name, parameter in rank_parameters(self._model).items():
+            kept[name].copy_(parameter)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in rank_parameters(self._chunks).items()}
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[Sequence[torch.nn.Module]]:
+        yield self._chunks
+
+
 def state_views(
-    chunks: list[DistributedDataParallel], slots: list[Slot], reference: list[torch.nn.Module] | None
+    chunks: list[DistributedDataParallel], slots: list[Slot], reference: Mapping[str, Tensor], frozen: bool
 ) -> dict[str, Tensor]:
     """name -> view of every tensor of this rank's state; writing into the views restores the state.
 
     ``param/NAME`` the parameter as the model computes with it; ``master/NAME`` its float32 master (bfloat16 only);
     ``exp_avg/NAME``, ``exp_avg_sq/NAME`` Adam's moments; ``reference/NAME`` the reference model, if there is one.
-    With the distributed optimizer masters and moments are flat and only this rank's shard.
+    With the distributed optimizer masters and moments are flat and only this rank's shard. ``frozen``: also the parameters that
+    are never trained (under LoRA, all but the adapters).
     """
-    views = {f"param/{name}": p.detach() for name, p in rank_parameters(chunks).items()}
+    views = {f"param/{name}": p.detach() for name, p in rank_parameters(chunks).items() if frozen or p.requires_grad}
     views |= {f"master/{s.name}": s.stepped.detach() for s in slots if s.has_master}
     for moment in ("exp_avg", "exp_avg_sq"):
         views |= {f"{moment}/{s.name}": s.adam[moment] for s in slots}
-    if reference is not None:
-        views |= {f"reference/{name}": p.detach() for name, p in rank_parameters(reference).items()}
-    return views
+    return views | {f"reference/{name}": tensor for name, tensor in reference.items()}
 
 
 def adam_step(slots: list[Slot]) -> int:

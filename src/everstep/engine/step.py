@@ -12,6 +12,8 @@ Waits inside Megatron end with the timeout of the process groups, or when a neig
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +28,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from everstep.engine import cpu, hf
+from everstep.engine import cpu, hf, lora
 from everstep.engine import state as rank_state
 from everstep.engine.columns import Columns
 from everstep.engine.groups import abort_groups, broken_replica, close_groups, forget_frames, open_groups
@@ -84,12 +86,16 @@ class Engine:
     """
 
     def __init__(
-        self, config: Config, hf_config: Any, position: Position, layout: Layout, device: torch.device
-    ) -> None:
+        self, config: Config, hf_config: Any, position: Position, layout: Layout, device: torch.device,
+        head: Literal["vocabulary", "value"] = "vocabulary",
+    ) -> None:  # fmt: skip
+        """``head``: ``value`` makes a critic, whose output is one number per token (see ``values``)."""
         self.config, self.position, self.layout, self.device = config, position, layout, device
-        self.arch = read_architecture(hf_config)
+        self.arch = dataclasses.replace(read_architecture(hf_config), value_head=head == "value")
         check_layout(self.arch, layout)
         self._table = hf.pieces(self.arch, layout)
+        self._adapters = lora.pieces(self._table, config, layout)  # empty without LoRA
+        self._frozen_digest: str | None = None
         self._closed = self._aborted = False
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -103,16 +109,18 @@ class Engine:
                 self._megatron.finalize_model_grads_func = _finalize_sums
                 self._columns = Columns.of_this_rank(config.engine.sequence_parallel)
                 chunks = build_chunks(self.arch, self._megatron, layout)
+                if self._adapters:
+                    lora.attach(chunks, self._table, self.arch, self._megatron, config, layout)
                 self._ddps, self._optimizer = wrap_for_training(chunks, self._megatron, config)
                 self._slots = rank_state.adam_slots(self._ddps, self._optimizer)
-                self._counted = rank_state.counted_ranges(self._ddps, self._table)
+                self._counted = rank_state.counted_ranges(self._ddps, self._table + self._adapters)
         except Exception as error:
             broken = broken_replica(error)
             if broken is None:
                 raise
             forget_frames(error.__traceback__)
         else:
-            self._reference: list[torch.nn.Module] | None = None
+            self._reference: rank_state.ReferenceCopy | lora.AdapterReference | None = None
             return
         self.close()
         raise broken
@@ -127,7 +135,8 @@ class Engine:
         dict (name -> tensor, or function that returns it).
 
         Each rank reads the whole of one parameter at a time and keeps its shard. BadInput names a missing or
-        misshapen tensor. Adam's moments and step are not touched.
+        misshapen tensor. Adam's moments and step are not touched. Adapters, and a value head, are new ones of
+        ``config.seed`` unless the state dict has them (``export_adapter`` and ``export_hf`` name them).
         """
         if isinstance(source, Mapping):
             origin = "the state dict"
@@ -137,25 +146,39 @@ class Engine:
                 source = ModelSource(str(source), Path(source))
             origin = source.spec
             getters = weights(source)
-        self._load(getters, origin)
+        self._load(getters, origin, self.config.seed)
 
     @_inside
     def init_random(self, seed: int) -> None:
-        """Weights of a new model, as transformers initialises them; the same full weights for every layout."""
-        self._load(hf.random_weights(self._table, self.arch, seed), f"random weights of seed {seed}")
+        """Weights of a new model, as transformers initialises them, and new adapters; the same for every layout."""
+        self._load(hf.random_weights(self._table, self.arch, seed), f"random weights of seed {seed}", seed)
 
-    def _load(self, getters: Mapping[str, hf.Getter], origin: str) -> None:
+    def _load(self, getters: Mapping[str, hf.Getter], origin: str, seed: int) -> None:
         if self.arch.tied and "model.embed_tokens.weight" not in getters and "lm_head.weight" in getters:
             getters = {**getters, "model.embed_tokens.weight": getters["lm_head.weight"]}
-        hf.load(rank_parameters(self._ddps), self._table, getters, self.arch, origin)
+        new = lora.initial(self._adapters, seed)
+        if self.arch.value_head:  # a language model has none
+            drawn = hf.random_weights(self._table, self.arch, seed)
+            new |= {name: drawn[name] for name in ("score.weight", "score.bias")}
+        getters = {**new, **getters}
+        hf.load(rank_parameters(self._ddps), self._table + self._adapters, getters, self.arch, origin)
         self._optimizer.reload_model_params()
+        if self._adapters:
+            self._frozen_digest = lora.frozen_digest(self._ddps)
 
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) of the current weights, on every rank, one at a time, as copies.
 
-        Collective: all ranks of the replica must exhaust the iterator.
+        Adapters are merged into the weights. Collective: all ranks of the replica must exhaust the iterator.
         """
-        tensors = hf.export(rank_parameters(self._ddps), self._table, self.arch)
+        weights = lora.Merged(self._ddps) if self._adapters else rank_parameters(self._ddps)
+        return self._each(hf.export(weights, self._table, self.arch))
+
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapters alone, as ``export_hf``; named ``MODULE.lora_A.weight`` and ``MODULE.lora_B.weight``."""
+        return self._each(hf.export(rank_parameters(self._ddps), self._adapters, self.arch))
+
+    def _each(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         while (item := self._next(tensors)) is not None:
             yield item
 
@@ -165,14 +188,18 @@ class Engine:
 
     @_inside
     def keep_reference(self) -> None:
-        """Keep the current weights as the reference model. It is never trained; it becomes part of ``state()``."""
-        if self._reference is None:
+        """Keep the current weights as the reference model. It is never trained; it becomes part of ``state()``.
+
+        With LoRA it shares the frozen weights, and only the adapters are copied (new ones compute nothing).
+        """
+        if self._reference is not None:
+            self._reference.keep()
+        elif self._adapters:
+            self._reference = lora.AdapterReference(self._ddps)
+        else:
             chunks = build_chunks(self.arch, self._megatron, self.layout)
-            self._reference = [in_model_precision(c.requires_grad_(False), self._megatron).eval() for c in chunks]
-        kept = rank_parameters(self._reference)
-        with torch.no_grad():
-            for name, parameter in rank_parameters(self._ddps).items():
-                kept[name].copy_(parameter)
+            frozen = [in_model_precision(c.requires_grad_(False), self._megatron).eval() for c in chunks]
+            self._reference = rank_state.ReferenceCopy(frozen, self._ddps)
 
     # ------------------------------------------------------------------ gradients
 
@@ -186,8 +213,10 @@ class Engine:
         be given the same micro-batches; their widths and sizes may differ. An empty list contributes zeros.
 
         ``seeds[i]``: seed of every random number drawn in micro-batch i. ``temperature``: the logits are divided by
-        it. Returns the float64 vector ``[weight, loss_sum, metric sums..., metric weights...]`` (on the CPU) summed
-        over the replica, equal on all of its ranks. After an error the buffers hold garbage; the next call zeroes them.
+        it. With a value head ``loss`` is given ``values`` in the place of log-probabilities, and no entropy.
+
+        Returns the float64 vector ``[weight, loss_sum, metric sums..., metric weights...]`` (on the CPU) summed over the replica,
+        equal on all of its ranks. After an error the buffers hold garbage; the next call zeroes them.
         """
         if len(seeds) != len(micro_batches):
             raise EverstepError(f"{len(micro_batches)} micro-batches but {len(seeds)} seeds; give one seed each")
@@ -199,11 +228,15 @@ class Engine:
         total = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=self.device)
 
         def loss_of(batch: TrainingBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            logprobs, entropy = self._token_logprobs(logits, batch, temperature, loss.needs_entropy)
-            output = loss(logprobs, entropy, batch)
+            entropy = None
+            if self.arch.value_head:
+                outputs = self._token_values(logits, batch)
+            else:
+                outputs, entropy = self._token_logprobs(logits, batch, temperature, loss.needs_entropy)
+            output = loss(outputs, entropy, batch)
             loss_sum = output.loss_sum
             if not loss_sum.requires_grad:  # a loss without any counted token: backward must still run on all stages
-                loss_sum = loss_sum + 0.0 * logprobs.sum()
+                loss_sum = loss_sum + 0.0 * outputs.sum()
             return loss_sum, no_tokens(self.device), {"sums": pack_sums(output, names, self.device)}
 
         if micro_batches:
@@ -274,46 +307,74 @@ class Engine:
 
         On ranks that collect (last pipeline stage, tensor- and context-parallel rank 0); None elsewhere.
         """
-        chunks: Sequence[torch.nn.Module] = self._ddps
-        if model == "reference":
-            if self._reference is None:
-                raise EverstepError("there is no reference model; call keep_reference() first")
-            chunks = self._reference
-        elif model != "policy":
+        if model not in ("policy", "reference"):
             raise EverstepError(f"model={model!r} must be 'policy' or 'reference'")
+        if model == "reference" and self._reference is None:
+            raise EverstepError("there is no reference model; call keep_reference() first")
+        if self.arch.value_head:
+            raise EverstepError("this engine has a value head, which gives no log-probabilities; call values()")
+        serving = self._reference.serving() if model == "reference" and self._reference else contextlib.nullcontext(self._ddps)
+        with serving as chunks:
+            return self._evaluate(chunks, micro_batches, lambda batch, logits: self._token_logprobs(logits, batch, temperature, False)[0])
+
+    @_inside
+    def values(self, micro_batches: list[TrainingBatch]) -> list[Tensor] | None:
+        """What the value head says, float32 (B, T) per micro-batch, no gradient, no dropout; as ``logprobs`` on collecting ranks.
+
+        Column t is the value of the state in which token t is chosen: from the tokens before it. Column 0 is zero.
+        """
+        if not self.arch.value_head:
+            raise EverstepError('this engine has no value head; build it with head="value"')
+        return self._evaluate(self._ddps, micro_batches, lambda batch, outputs: self._token_values(outputs, batch))
+
+    def _evaluate(
+        self, chunks: Sequence[torch.nn.Module], micro_batches: list[TrainingBatch], per_token: Callable[[TrainingBatch, Tensor], Tensor]
+    ) -> list[Tensor] | None:
+        def collect(batch: TrainingBatch, outputs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            values = per_token(batch, outputs)
+            return values.sum(), no_tokens(self.device), {"values": values}
+
         for chunk in chunks:
             chunk.eval()
-
-        def collect(batch: TrainingBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            values, _ = self._token_logprobs(logits, batch, temperature, False)
-            return values.sum(), no_tokens(self.device), {"logprobs": values}
-
         results: list[dict[str, Tensor]] = []
         if micro_batches:
             with torch.no_grad():
                 results = self._run(chunks, micro_batches, [0] * len(micro_batches), collect, forward_only=True)
         if not self._answers():
             return None
-        return [result["logprobs"] for result in results]
+        return [result["values"] for result in results]
 
     # ------------------------------------------------------------------ state
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self, frozen: bool = True) -> dict[str, Tensor]:
         """Views of all tensors that make this rank's state, in a fixed order; writing into them restores the state.
 
-        See ``everstep.engine.state.state_views`` for the names. Adam's step counter is in ``state_scalars``.
+        See ``everstep.engine.state.state_views`` for the names. Adam's step counter is in ``state_scalars``. ``frozen=False``
+        leaves out what LoRA never trains, which a rank can have from model.path.
         """
         self._must_be_open()
-        return rank_state.state_views(self._ddps, self._slots, self._reference)
+        kept = self._reference.tensors() if self._reference is not None else {}
+        return rank_state.state_views(self._ddps, self._slots, kept, frozen)
 
     def state_scalars(self) -> dict[str, Any]:
-        """The numbers of the state that are no tensors: ``adam_step``, and whether there is a reference model."""
+        """What of the state is no tensor: ``adam_step``, whether there is a reference model, and, with LoRA, its scale and
+        the digest of the frozen weights."""
         self._must_be_open()
-        return {"adam_step": rank_state.adam_step(self._slots), "has_reference": self._reference is not None}
+        scalars: dict[str, Any] = {"adam_step": rank_state.adam_step(self._slots), "has_reference": self._reference is not None}
+        if self._adapters:
+            scalars |= {"lora_alpha": self.config.lora.alpha, "frozen_digest": self._frozen_digest}
+        return scalars
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """The inverse of ``state_scalars``. Call it before writing into ``state()``: it makes a missing reference."""
+        """The inverse of ``state_scalars``. Call it before writing into ``state()``: it makes a missing reference.
+
+        BadInput if the adapters belong to another base than the one loaded here, or have another scale. An engine whose
+        weights are undefined takes the digest over: the frozen weights must then come with the state.
+        """
         self._must_be_open()
+        if self._adapters:
+            lora.check_same_base(scalars, self.config, self._frozen_digest)
+            self._frozen_digest = scalars["frozen_digest"]
         rank_state.set_adam_step(self._slots, int(scalars["adam_step"]))
         if scalars["has_reference"] and self._reference is None:
             self.keep_reference()
@@ -375,10 +436,15 @@ class Engine:
             group=mpu.get_tensor_model_parallel_group() if self.layout.tp > 1 else None,
         )
 
-        def at_targets(values: Tensor) -> Tensor:
-            return F.pad(self._columns.whole(values)[:, : ids.shape[1] - 1], (1, 0))
+        return self._at_targets(logprobs, batch), None if entropy is None else self._at_targets(entropy, batch)
 
-        return at_targets(logprobs), None if entropy is None else at_targets(entropy)
+    def _token_values(self, outputs: Tensor, batch: TrainingBatch) -> Tensor:
+        """(B, T) values of the states before each token, from this rank's columns of the head's outputs (B, S, 1)."""
+        return self._at_targets(outputs[..., 0].float(), batch)
+
+    def _at_targets(self, own: Tensor, batch: TrainingBatch) -> Tensor:
+        """(B, S) computed at this rank's positions -> (B, T), each at the token that follows its position."""
+        return F.pad(self._columns.whole(own)[:, : batch.tensors["input_ids"].shape[1] - 1], (1, 0))
 
     def _run(
         self,

@@ -33,6 +33,9 @@ KINDS = sorted(PHASES.keys() - {"error"})
         (SFT, "{step: 3, phase: heal}", "replica 0 heals only after it lost a rank"),
         (SFT, "{step: 3, phase: heal}, {step: 2, replica: 1}", "replica 0 heals only after it lost a rank"),
         (SFT, "{step: 61}", "step=61 never comes"),
+        (SFT, "{step: 3, phase: salvage}, {step: 3, phase: apply, replica: 1}", "nobody else dies before the vote, so nothing is salvaged"),
+        (SFT, "{step: 3, kind: exit, hold: true}", "hold=true: kind=exit in phase=compute cannot be held"),
+        (SFT, "{step: 3, phase: commit, hold: true}", "hold=true: kind=kill in phase=commit cannot be held"),
     ],
 )
 def test_a_fault_that_could_never_happen_is_refused(tmp_path, file, faults, says):
@@ -57,6 +60,7 @@ def test_deadlines_that_heartbeats_could_not_keep_are_refused(tmp_path):
 def test_possible_faults_of_every_kind_and_phase_pass(tmp_path):
     layout = ["layout.spares=2", "layout.replicas=3", "warmup.samples_per_step=384", "rl.iterations=20", "warmup.steps=10", "checkpoint.every_steps=5"]
     plan = [{"step": 11, "phase": phase, "kind": kind} for kind, phases in PHASES.items() for phase in phases if phase != "save"]
+    plan += [{"step": 11, "replica": 1}]  # somebody whose slots are salvaged
     plan += [{"step": 15, "phase": "save", "kind": kind} for kind, phases in PHASES.items() if "save" in phases]
     check_plan(config(DEMO, tmp_path, *layout, f"faults={plan}"), {})
 
@@ -74,8 +78,8 @@ def test_what_is_drawn_can_happen_and_is_survived(tmp_path):
     conf = config(DEMO, tmp_path, "layout.replicas=3", "layout.tp=2", "layout.spares=4", "recovery.min_replicas=2", "warmup.steps=10", "warmup.samples_per_step=384",
                   "rl.iterations=20", "rl.kl_coef=0", "checkpoint.every_steps=5")
     assert budget(conf) == 5
-    for seed in range(60):
-        planned = with_schedule(conf, seed, 0.8, KINDS, reckless=False)
+    for seed in range(120):
+        planned = with_schedule(conf, seed, (0.8, 2.5)[seed % 2], KINDS, reckless=False)
         deadly = [f for f in planned.faults if f.kind in DEADLY]
         assert len(deadly) <= 5
         assert len({f.replica for f in deadly if f.phase != "spare"}) < 3

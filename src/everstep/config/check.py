@@ -17,7 +17,7 @@ from everstep.config.schema import Config, Fault
 from everstep.engine.source import ModelShape, describe, resolve
 from everstep.errors import BadInput, ConfigError
 from everstep.layout import Layout
-from everstep.recovery.faults import AT_POINT, DEADLY, PHASES
+from everstep.recovery.faults import AT_POINT, BEFORE_THE_VOTE_IS_COUNTED, DEADLY, HELD_KINDS, PHASES, UNHELD_PHASES
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -201,10 +201,10 @@ def _no_such_moment(fault: Fault, config: Config, sizes: derive.Sizes) -> str:
             f"; steps {', '.join(map(str, steps[:3]))}{', ...' if len(steps) > 3 else ''} are (checkpoint.*)"
             if steps else ", nor is any other (checkpoint.*)"
         )
-    if fault.hold and (fault.kind not in ("kill", "stop") or fault.phase in ("spare", "commit", "heal")):
+    if fault.hold and (fault.kind not in HELD_KINDS or fault.phase in UNHELD_PHASES):
         return f"hold=true: kind={fault.kind} in phase={fault.phase} cannot be held; kill and stop can, in a phase that the victim enters itself"
     if fault.phase == "salvage" and not any(
-        f.kind in DEADLY and f.step == fault.step and f.replica != fault.replica and f.phase in ("compute", "exchange", "reduce", "vote")
+        f.kind in DEADLY and f.step == fault.step and f.replica != fault.replica and f.phase in BEFORE_THE_VOTE_IS_COUNTED
         for f in config.faults
     ):
         return f"phase=salvage: in step {fault.step} nobody else dies before the vote, so nothing is salvaged"

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from everstep.config import derive
 from everstep.config.schema import Config, Fault
 from everstep.errors import BadInput
-from everstep.recovery.faults import AT_POINT, DEADLY, PHASES
+from everstep.recovery.faults import AT_POINT, BEFORE_THE_VOTE_IS_COUNTED, DEADLY, HELD_KINDS, PHASES, UNHELD_PHASES
 
 #: Kinds that end a run by design: a failure of user code would fail on every replica.
 FATAL = frozenset({"error"})
@@ -62,6 +62,7 @@ class _Draw:
         self._layout = self._sizes.layout
         self._spares = config.layout.spares  # that are left, if every death is repaired
         self._mourned: set[int] = set()      # replicas that lose a rank and get a spare: they heal
+        self._struck: dict[int, set[int]] = {}  # step -> replicas that lose a rank in it before the vote: their slots are salvaged
         self._safe = rng.randrange(config.layout.replicas)
         self._saved, self._rollouts = set(derive.saved_steps(config, self._sizes)), set(derive.rollout_steps(config, self._sizes))
 
@@ -100,8 +101,11 @@ class _Draw:
             self._spares -= 1
             if not idle:
                 self._mourned.add(replica)
+        if kind in DEADLY and phase in BEFORE_THE_VOTE_IS_COUNTED:
+            self._struck.setdefault(step, set()).add(replica)
+        hold = kind in HELD_KINDS and phase not in UNHELD_PHASES and self._rng.random() < 0.5
         return Fault.model_validate(
-            {"step": step, "phase": phase, "kind": kind, "replica": replica, "rank": rank, "delay_s": delay_s}
+            {"step": step, "phase": phase, "kind": kind, "replica": replica, "rank": rank, "hold": hold, "delay_s": delay_s}
         )
 
     def _possible(self, step: int, replica: int) -> set[str]:
@@ -109,6 +113,8 @@ class _Draw:
         phases = {"compute", "exchange", "reduce", "vote", "commit", "apply"}
         if replica in self._mourned:
             phases.add("heal")
+        if self._struck.get(step, set()) - {replica}:
+            phases.add("salvage")
         if step in self._saved and replica == 0:  # the first contributor writes
             phases.add("save")
         if step in self._rollouts:

@@ -32,6 +32,12 @@ ACKNOWLEDGE_S = 5.0  # for a victim to say that it holds its order, before the s
 _STEP = frozenset({"compute", "exchange", "salvage", "reduce", "vote", "apply", "heal"})
 _CALLS = frozenset({"save", "rollout"})
 
+#: A death there leaves slots that nobody holds, or may: they are salvaged.
+BEFORE_THE_VOTE_IS_COUNTED = frozenset({"compute", "exchange", "reduce", "vote"})
+#: What can find its victim waiting at the phase's entry, and the phases that no victim enters by itself.
+HELD_KINDS = frozenset({"kill", "stop"})
+UNHELD_PHASES = frozenset({"spare", "commit", "heal"})
+
 #: Where each kind makes sense.
 PHASES: dict[str, frozenset[str]] = {
     **dict.fromkeys(("kill", "stop", "partition", "exit", "segv", "gil"), _STEP | _CALLS | {"commit", "spare"}),

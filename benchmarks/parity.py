@@ -319,7 +319,7 @@ def circumstances(seconds: float) -> dict[str, str]:
     return {
         "command": shlex.join(["python", "-m", "benchmarks.parity", *sys.argv[1:]]),
         "machine": machine, "versions": f"Python {platform.python_version()}, {versions}",
-        "date": datetime.date.today().isoformat(), "seconds": f"{seconds:.0f}",
+        "date": datetime.date.today().isoformat(), "seconds": f"{seconds:.0f}", "load": f"{os.getloadavg()[1]:.0f}",
     }  # fmt: skip
 
 
@@ -341,7 +341,8 @@ the table has the largest difference of the ten. `engine`: the engine alone, dis
 `local`, `ray`: the whole of `everstep train` under that launcher. TP tensor, SP sequence, PP pipeline, VPP chunks per
 pipeline rank, CP context, DP inner data parallelism.
 
-Measured {date} on {machine}, with {versions}, in {seconds} s, by `{command}`, which ends with an error if a row differs.
+Measured {date} on {machine}, with {versions}, in {seconds} s
+(load average at the end {load}), by `{command}`, which ends with an error if a row differs.
 
 {rows}
 """

@@ -155,7 +155,8 @@ def test_waiting_for_a_spare_is_bitwise_the_same_too_without_exact_mode(tmp_path
     assert all(c["members"] == [0, 1] for c in run.kind("commit") if c["kind"] == "apply" and c.step not in (4, 12))
 
 
-@pytest.mark.parametrize("mode", ["salvage", full("retry")])
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["salvage", "retry"])
 def test_losses_under_faults_are_those_without_to_rounding(tmp_path, mode):
     same = ["sft.steps=12", "recovery.exact=false", f"recovery.mode={mode}", "layout.spares=0"]
     calm = finish(config(SFT, tmp_path / "calm", *BASE, *same))

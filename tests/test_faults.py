@@ -45,7 +45,7 @@ def test_the_demonstration_survives_a_kill_in_the_middle_of_a_step(tmp_path):
 
 @pytest.mark.parametrize(
     ("phase", "minimum", "split"),
-    [("reduce", 1, ["layout.tp=2", "engine.sequence_parallel=true"]), ("vote", 2, ["layout.cp=2"])],
+    [("reduce", 1, ["layout.tp=2", "engine.sequence_parallel=true"]), pytest.param("vote", 2, ["layout.cp=2"], marks=pytest.mark.full)],
 )
 def test_a_rank_of_a_replica_of_two_dies_and_its_peer_keeps_its_memory(tmp_path, phase, minimum, split):
     """2 replicas x TP2 or CP2 and a spare: the whole replica leaves the view, its living rank re-forms around the spare.
@@ -78,6 +78,7 @@ def test_deaths_of_a_replica_of_its_successor_while_healing_and_of_a_frozen_rank
     assert gone(run.pids)
 
 
+@pytest.mark.full
 def test_both_ranks_of_a_replica_die_at_once_and_two_spares_take_their_places(tmp_path):
     run = finish(config(SFT, tmp_path / "run", "sft.steps=40", "checkpoint.at_end=false", "layout.tp=2", "layout.spares=2",
                         "faults=[{step: 4, phase: compute, kind: kill, replica: 1}, {step: 4, phase: compute, kind: kill, replica: 1, rank: 1}]"))

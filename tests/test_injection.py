@@ -64,6 +64,7 @@ def test_every_kind_of_fault_is_noticed_by_its_own_means(tmp_path):
     assert gone(run.pids)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(180)
 @pytest.mark.usefixtures("ray_cluster")
 def test_of_two_ranks_of_a_replica_the_hung_one_is_replaced_and_its_mate_lives_on(tmp_path):
@@ -81,6 +82,7 @@ def test_of_two_ranks_of_a_replica_the_hung_one_is_replaced_and_its_mate_lives_o
     assert gone(run.pids)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("ray_cluster")
 def test_faults_in_rollout_and_in_save_and_user_code_that_raises(tmp_path):

@@ -151,6 +151,7 @@ def test_the_custom_dispatch_of_the_examples_runs(workplace: Path, ray_cluster: 
 SFT_TWELVE = ["sft.steps=12", "optimizer.decay_steps=12"]
 
 
+@pytest.mark.full
 def test_a_resumed_sft_run_ends_in_the_same_state(tmp_path: Path, ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
     whole = finish(config(SFT, tmp_path / "whole", *SFT_TWELVE))
     finish(config(SFT, tmp_path / "run", *SFT_TWELVE, "sft.steps=6"))

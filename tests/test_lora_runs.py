@@ -64,6 +64,7 @@ def test_both_launchers_train_the_same_adapters(tmp_path: Path, ray_cluster: Non
     assert generate(str(ray.folder), "7*8", 4, 0.0, 0, out) > 0
 
 
+@pytest.mark.full
 def test_a_resumed_run_ends_in_the_same_state_and_only_on_the_same_base(tmp_path: Path, ray_cluster: None) -> None:
     whole = finish(config(LORA, tmp_path / "run", *ONE, *SHORT, "layout.tp=2", "checkpoint.every_steps=3"))
     digest = whole.final_hashes

@@ -20,6 +20,7 @@ def parity(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full
 def test_the_command_compares_and_says_so(tmp_path: Path) -> None:
     done = parity("--only", "engine LoRA TP2 SP, recompute", "--json", f"{tmp_path}/out.json", "--markdown", f"{tmp_path}/page.md")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -35,8 +35,10 @@ class Row:
     hold: bool = True
 
     def fault(self, step: int) -> str:
+        # Survivors wait for a held victim; but in compute they are busy by themselves, for a few tens of milliseconds.
+        delay_s = 0.0 if not self.hold else 0.005 if self.phase == "compute" else 0.02
         return (f"{{step: {step}, phase: {self.phase}, kind: {self.kind}, replica: {self.replica}, rank: {self.rank}, "
-                f"hold: {str(self.hold).lower()}, delay_s: {0.02 if self.hold else 0.0}}}")
+                f"hold: {str(self.hold).lower()}, delay_s: {delay_s}}}")
 
 
 ROWS = [

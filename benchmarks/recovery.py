@@ -30,7 +30,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from everstep.telemetry.events import Event, epoch_key, of_kind, read_events, seconds_between
-from everstep.telemetry.recoveries import recoveries
+from everstep.telemetry.recoveries import recoveries, survivor_inside
 
 ROOT = Path(__file__).parents[1]
 SHAPES = ROOT / "benchmarks" / "shapes"
@@ -168,22 +168,11 @@ def _read(run: int, events: list[Event]) -> list[Kill]:
         later = [e for e in events if e.step == fault.step and epoch_key(e.epoch) > epoch_key(voided.epoch)]
         links = [e for e in of_kind(later, "link_used")]
         found.append(Kill(
-            run, death.step, fault["phase"], _inside(events, fault), death.detect_s, death.stall_s, death.commit_s, death.full_strength_s,
+            run, death.step, fault["phase"], survivor_inside(events, fault), death.detect_s, death.stall_s, death.commit_s, death.full_strength_s,
             sum(len(e["slots"]) for e in of_kind(later, "computed") if e["rank"] == 0 and e["salvage"]),
             all(e["built"] for e in links) or len({e["replica"] for e in links}) == 1, ordinary,
         ))
     return found
-
-
-def _inside(events: list[Event], fault: Event) -> bool:
-    """Whether a survivor was in the phase of the fault when the signal was sent."""
-    begun, ended = {"reduce": ("reduce", "reduced"), "compute": ("compute", "computed")}[fault["phase"]]
-    of_step = [e for e in events if e.step == fault.step and e.get("replica") != fault["replica"]]
-    for start in of_kind(of_step, begun):
-        end = next((e for e in of_kind(of_step, ended) if e.who == start.who and e.epoch == start.epoch), None)
-        if seconds_between(start, fault) > 0 and (end is None or seconds_between(fault, end) > 0):
-            return True
-    return False
 
 
 def _step_seconds(events: list[Event]) -> float:

@@ -5,40 +5,17 @@ Each world of processes goes through many layouts, one engine after the other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
 from everstep.layout import Layout
-from support.models import NllWithEntropy, batch, settings, tiny_config
+from support.models import Case, NllWithEntropy, micro_batches, settings
 from support.processes import join_world, run_ranks
 
 LR, SCALE, STEPS = 1e-2, 0.05, 2
 TEMPERATURE = 0.7
-
-
-@dataclass(frozen=True)
-class Case:
-    """A layout with its engine settings. Six layers: 4 stages are uneven. Biases and q/k norms are replicated over tp."""
-
-    layout: Layout
-    family: str = "qwen3"
-    tied: bool = True
-    engine: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def model(self) -> Any:
-        biases = {"attention_bias": True, "mlp_bias": True} if self.family == "llama" else {}
-        return tiny_config(self.family, tied=self.tied, num_hidden_layers=6, **biases)
-
-
-def data(dp: int, coordinate: int, step: int) -> list[Any]:
-    """Micro-batches of different widths, none a multiple of anything; the data-parallel coordinates get 3 and 2 of five."""
-    shapes = [(2, 9), (1, 13), (2, 7), (1, 5), (1, 11)]
-    every = [batch(10 * step + i, *shape) for i, shape in enumerate(shapes)]
-    return every[coordinate::dp]
 
 
 def train(rank: int, case: Case) -> dict[str, Any]:
@@ -51,14 +28,14 @@ def train(rank: int, case: Case) -> dict[str, Any]:
     engine.keep_reference()
     result: dict[str, Any] = {"initial": dict(engine.export_hf()), "loss": [], "norm2": []}
     for step in range(STEPS):
-        mine = data(layout.dp, at.dp, step)
+        mine = micro_batches(step)[at.dp :: layout.dp]
         sums = engine.accumulate(mine, NllWithEntropy(), [0] * len(mine), temperature=TEMPERATURE)
         result["loss"].append(float(sums[1]))
-        assert float(sums[0]) == sum(float(b.tensors["loss_mask"].sum()) for b in data(1, 0, step))
+        assert float(sums[0]) == sum(float(b.tensors["loss_mask"].sum()) for b in micro_batches(step))
         result["norm2"].append(engine.squared_norm(engine.gradients()))
         engine.apply(engine.gradients(), SCALE, LR)
     result["final"] = dict(engine.export_hf())
-    batches = data(layout.dp, at.dp, 9)
+    batches = micro_batches(9)[at.dp :: layout.dp]
     for model in ("policy", "reference"):
         result[model] = engine.logprobs(batches, temperature=TEMPERATURE, model=model)
         assert (result[model] is not None) == (rank in layout.collect_ranks())
@@ -106,7 +83,7 @@ def compare(case: Case, rank: int, got: dict[str, Any], wanted: dict[str, Any]) 
     for model in ("policy", "reference"):
         if got[model] is not None:
             mine = wanted[model][case.layout.position(rank).dp :: case.layout.dp]
-            for values, expected, one in zip(got[model], mine, data(case.layout.dp, case.layout.position(rank).dp, 9), strict=True):
+            for values, expected, one in zip(got[model], mine, micro_batches(9)[case.layout.position(rank).dp :: case.layout.dp], strict=True):
                 real = one.tensors["attention_mask"].bool()
                 assert values.shape == expected.shape, where
                 assert (values - expected)[real].abs().max() < 1e-4, where

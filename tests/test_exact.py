@@ -14,7 +14,8 @@ import pytest
 from tests.support.runs import SFT, Finished, config, finish, gone
 from tests.test_faults import assert_invariants
 
-from everstep.telemetry.events import Event, epoch_key, of_kind, seconds_between
+from everstep.telemetry.events import epoch_key
+from everstep.telemetry.recoveries import survivor_inside
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("ray_cluster")]
 
@@ -58,27 +59,13 @@ def undisturbed(folder: Path, steps: int, *extra: str) -> str:
     return digest
 
 
-def survivors_inside(run: Finished, fault: Event, phase: str) -> bool:
-    """Whether a survivor was in that phase of that step when the signal was sent, by its own events."""
-    begins, ends = {
-        "compute": ("compute", "computed"), "exchange": ("link_used", "reduce"), "reduce": ("reduce", "reduced"), "vote": ("vote", "apply"),
-        "apply": ("apply", "begin"),
-    }[phase]
-    for start in of_kind(run.events, begins):
-        if start.step == fault.step and start["replica"] != fault["replica"] and seconds_between(start, fault) >= 0:
-            end = next((e for e in of_kind(run.events, ends) if e.who == start.who and e.step == start.step and e.epoch == start.epoch), None)
-            if end is None or seconds_between(fault, end) >= 0 or phase == "apply":
-                return True
-    return False
-
-
 def check_rows(run: Finished, rows: dict[int, Row], replicas: int = 3) -> None:
     faults = {f.step: f for f in run.kind("fault")}
     assert faults.keys() == rows.keys()  # each fired
     for step, row in rows.items():
         fault = faults[step]
         assert (fault["replica"], fault["kind"], fault["phase"]) == (row.replica, row.kind, row.phase)
-        assert survivors_inside(run, fault, row.phase), (step, row)
+        assert survivor_inside(run.events, fault), (step, row)
         (death,) = [d for d in run.kind("death") if d.step in (step, step + 1) and d["replica"] == row.replica and d["rank"] == row.rank]
         computed = [e for e in run.kind("computed") if e.step == death.step and e["rank"] == 0]
         salvaged = sorted(s for e in computed if e["salvage"] for s in e["slots"])
@@ -115,7 +102,7 @@ def test_two_faults_in_a_row_without_spares_leave_the_bits(tmp_path, first, seco
     run = finish(config(SFT, tmp_path / "run", *BASE, "sft.steps=12", "layout.spares=0", f"faults=[{first.fault(3)}, {second.fault(8)}]"))
     assert_invariants(run, steps=12)
     assert [(f["replica"], f["phase"]) for f in run.kind("fault")] == [(first.replica, first.phase), (second.replica, second.phase)]
-    assert all(survivors_inside(run, f, f["phase"]) for f in run.kind("fault"))
+    assert all(survivor_inside(run.events, f) for f in run.kind("fault"))
     assert run.kind("commit")[-1]["members"] == [3 - first.replica - second.replica]
     assert run.final_hashes == {undisturbed(tmp_path, 12)}
 
@@ -131,7 +118,7 @@ def test_a_rank_of_a_replica_of_two_dies_in_every_phase_and_the_bits_stay(tmp_pa
     run = finish(config(SFT, tmp_path / "run", *BASE, *same, f"layout.spares={len(rows)}", f"faults=[{faults}]"))
     assert_invariants(run, steps=steps)
     assert {(f.step, f["replica"], f["rank"]) for f in run.kind("fault")} == {(s, r.replica, r.rank) for s, r in rows.items()}
-    assert all(survivors_inside(run, f, f["phase"]) for f in run.kind("fault"))
+    assert all(survivor_inside(run.events, f) for f in run.kind("fault"))
     calm = finish(config(SFT, tmp_path / "calm", *BASE, *same, "layout.replicas=1"))
     assert run.final_hashes == calm.final_hashes
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from everstep.config.load import load_config
 from everstep.errors import ConfigError
 from everstep.layout import Layout
-from support.models import NllWithEntropy, batch, hf_model, reference_loss, settings, tiny_config
+from support.models import Case, NllWithEntropy, hf_model, micro_batches, reference_loss, settings
 from support.processes import join_world, run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -22,27 +21,6 @@ TEMPERATURE = 0.7
 OPTIMIZER = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 LORA: dict[str, Any] = {"rank": 3, "alpha": 5.0}
 NAMES = {"qkv": ["q_proj", "k_proj", "v_proj"], "proj": ["o_proj"], "fc1": ["gate_proj", "up_proj"], "fc2": ["down_proj"]}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A layout with engine settings. Six layers: 4 stages are uneven."""
-
-    layout: Layout
-    family: str = "qwen3"
-    tied: bool = True
-    engine: dict[str, Any] = field(default_factory=dict)
-    lora: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def model(self) -> Any:
-        biases = {"attention_bias": True, "mlp_bias": True} if self.family == "llama" else {}
-        return tiny_config(self.family, tied=self.tied, num_hidden_layers=6, **biases)
-
-
-def data(step: int) -> list[Any]:
-    shapes = [(2, 9), (1, 13), (2, 7), (1, 5), (1, 11)]
-    return [batch(10 * step + i, *shape) for i, shape in enumerate(shapes)]
 
 
 def peft_model(case: Case) -> Any:
@@ -93,9 +71,9 @@ def check_against_peft(rank: int, case: Case) -> None:
     adam = torch.optim.AdamW(list(trained.values()), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     for step in range(STEPS):
         adam.zero_grad()
-        loss = sum(reference_loss(model, one, TEMPERATURE) for one in data(step))
+        loss = sum(reference_loss(model, one, TEMPERATURE) for one in micro_batches(step))
         loss.backward()
-        mine = data(step)[at.dp :: layout.dp]
+        mine = micro_batches(step)[at.dp :: layout.dp]
         sums = engine.accumulate(mine, NllWithEntropy(), [0] * len(mine), temperature=TEMPERATURE)
         assert float(sums[1]) == pytest.approx(float(loss), rel=1e-5), (case, step)
         norm2 = sum(float(p.grad.double().square().sum()) for p in trained.values())
@@ -180,7 +158,7 @@ def one_step(engine: Any, batches: list[Any], seeds: list[int]) -> torch.Tensor:
 def share(layout: Layout, rank: int, step: int) -> tuple[list[Any], list[int]]:
     """(micro-batches, seeds) of this rank."""
     dp = layout.position(rank).dp
-    mine = data(step)[dp :: layout.dp]
+    mine = micro_batches(step)[dp :: layout.dp]
     return mine, [100 * step + dp + layout.dp * i for i in range(len(mine))]
 
 

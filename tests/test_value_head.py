@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor
 from everstep.engine.loss import LossOutput
 from everstep.errors import EverstepError
 from everstep.layout import Layout
+from support import models
 from support.models import batch, hf_model, settings, tiny_config
 from support.processes import join_world, run_ranks
 
@@ -33,13 +33,8 @@ def squared_error(values: Tensor, source: Any) -> Tensor:
     return ((values - source["input_ids"] / 50.0).square() * source["loss_mask"]).sum()
 
 
-@dataclass(frozen=True)
-class Case:
-    layout: Layout
-    family: str = "qwen3"
-    tied: bool = True
-    engine: dict[str, Any] = field(default_factory=dict)
-    lora: dict[str, Any] = field(default_factory=dict)
+class Case(models.Case):
+    """Four layers, and one label instead of the vocabulary."""
 
     @property
     def model(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
 from everstep.engine.loss import LossOutput
+from everstep.layout import Layout
 
 VOCAB = 101  # odd: must be padded for tp=2
 
@@ -33,6 +35,22 @@ def tiny_config(family: str, *, tied: bool = False, **changes: Any) -> Any:
     if family == "qwen3":
         settings["head_dim"] = 16  # not hidden_size / heads
     return kind(**{**settings, **changes})
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout with its engine settings and adapters. Six layers: 4 stages are uneven. Biases and q/k norms are replicated over tp."""
+
+    layout: Layout
+    family: str = "qwen3"
+    tied: bool = True
+    engine: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def model(self) -> Any:
+        biases = {"attention_bias": True, "mlp_bias": True} if self.family == "llama" else {}
+        return tiny_config(self.family, tied=self.tied, num_hidden_layers=6, **biases)
 
 
 def hf_model(hf_config: Any, seed: int = 0) -> Any:
@@ -59,6 +77,11 @@ def batch(seed: int, samples: int, tokens: int, vocab: int = VOCAB) -> TrainingB
         {"input_ids": ids * attention, "attention_mask": attention, "loss_mask": counted.float()},
         sample_ids=[f"{seed}/{i}" for i in range(samples)],
     )
+
+
+def micro_batches(step: int) -> list[TrainingBatch]:
+    """Five of different widths, none a multiple of anything; two data-parallel coordinates get 3 and 2 of them."""
+    return [batch(10 * step + i, *shape) for i, shape in enumerate([(2, 9), (1, 13), (2, 7), (1, 5), (1, 11)])]
 
 
 def rows(source: TrainingBatch, a: int, b: int) -> TrainingBatch:

@@ -327,10 +327,10 @@ class RayGroup:
                         for worker in member.workers:
                             ref = self._actors[worker].train_step.remote(life, step, refs, loss, lr, temperature)
                             pending[ref] = worker, member
-            elif not any(view.member(member.replica) == member for _, member in pending.values()):
-                break
-            if coordinator.committed >= step:
+            else:
                 owing = [(worker, member) for worker, member in pending.values() if view.member(member.replica) == member]
+                if not owing:
+                    break
                 owed.expel_overdue(owing)
                 if owed.waited(self.config.recovery.step_timeout_s):
                     raise DeadlineExceeded(

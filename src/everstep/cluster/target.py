@@ -52,10 +52,11 @@ class LaunchedTarget:
         said = self._server().progress.get(worker)
         return f"step {said.step}, {said.phase}" if said else "not connected"
 
-    def signal(self, worker: str, number: int) -> str:
-        if number:
-            self._send(worker, number)
+    def process(self, worker: str) -> str:
         return self._process(worker)
+
+    def signal(self, worker: str, number: int) -> None:
+        self._send(worker, number)
 
     def order(self, worker: str, message: Mapping[str, object]) -> bool:
         return self._server().order(worker, dict(message))

@@ -71,8 +71,11 @@ class Target(Protocol):
     def where(self, worker: str) -> str:
         """The phase that a worker reported last."""
 
-    def signal(self, worker: str, number: int) -> str:
-        """Send a signal to the worker's process on its node; returns a word on which process that is."""
+    def process(self, worker: str) -> str:
+        """A word on which process the worker is."""
+
+    def signal(self, worker: str, number: int) -> None:
+        """Send a signal to the worker's process on its node."""
 
     def order(self, worker: str, message: Mapping[str, object]) -> bool:
         """Send a message over the worker's control channel; False if it has none."""
@@ -219,7 +222,7 @@ class FaultInjector:
                 return  # a spare that took the victim's place has a direct connection
             emit("its control connection forwards nothing any more, in either direction")
         else:
-            emit(f"{SIGNALS[fault.kind].name} to process {self._target.signal(worker, 0)}")
+            emit(f"{SIGNALS[fault.kind].name} to process {self._target.process(worker)}")
             self._target.signal(worker, SIGNALS[fault.kind])
         with self._changed:
             planned.fired = True

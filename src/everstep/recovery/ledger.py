@@ -48,7 +48,6 @@ class Ledger(ABC):
     def __init__(self) -> None:
         self.deal = -1
         self.held: tuple[int, ...] = ()
-        self._buffers: list[torch.Tensor] = []  # of the engine: gradients of the computation before, until the next one
 
     def open(self, deal: int) -> bool:
         """Belong to this deal; True if that emptied the ledger: what it deals is to be filled in, even if that is nothing."""
@@ -64,9 +63,7 @@ class Ledger(ABC):
             if set(portion) & set(self.held):
                 raise LedgersDiffer(f"slots {portion} are to be computed, but {self.held} are held already")
             self._secure()
-            contribution = compute(portion)
-            self._buffers = contribution.gradients
-            self._take(portion, contribution)
+            self._take(portion, compute(portion))
             self.held = tuple(sorted((*self.held, *portion)))
 
     def exchange(self, link: Link, slots: int, stop: Callable[[], bool], timeout_s: float) -> Inventory:
@@ -162,6 +159,7 @@ class SlotLedger(Ledger):
     def __init__(self) -> None:
         super().__init__()
         self._slots: dict[int, Contribution] = {}
+        self._like: list[torch.Tensor] = []  # tensors of the shapes of one slot's gradient: the engine's buffers
         self._zeros = torch.zeros(0, dtype=torch.float64)
 
     def total(
@@ -169,7 +167,7 @@ class SlotLedger(Ledger):
     ) -> list[torch.Tensor]:
         owners = [inventory.owners[slot] for slot in range(inventory.slots)]
         mine = {slot: contribution.gradients for slot, contribution in self._slots.items()}
-        return link.fold(self._buffers, owners, mine, stop, timeout_s, issued)
+        return link.fold(self._like, owners, mine, stop, timeout_s, issued)
 
     def _portions(self, slots: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
         return [(slot,) for slot in slots] or [()]
@@ -178,7 +176,7 @@ class SlotLedger(Ledger):
         pass  # every slot was copied when it was taken in
 
     def _take(self, slots: tuple[int, ...], contribution: Contribution) -> None:
-        self._zeros = torch.zeros_like(contribution.sums, dtype=torch.float64)
+        self._like, self._zeros = contribution.gradients, torch.zeros_like(contribution.sums, dtype=torch.float64)
         for slot in slots:
             self._slots[slot] = Contribution([g.detach().clone() for g in contribution.gradients], contribution.sums.to(torch.float64))
 

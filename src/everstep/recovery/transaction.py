@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -174,7 +174,7 @@ class Transaction:
             raise Fenced(f"worker {self._worker} is not in view {record.view.epoch}: replica {self._replica} lives on without it")
         if record.view.committed != step - 1:
             raise Fenced(f"step {step} was called, but {record.view.committed} is the last committed step")
-        self._events.emit("obey", step=step, epoch=record.view.epoch.key, replica=self._replica, rank=self._rank)
+        self._tell("obey", step, record.view.epoch)
         return record
 
     def _attempt(self, work: Work, record: Record, ledger: Ledger) -> Total:
@@ -210,12 +210,11 @@ class Transaction:
             return
         self._enter(phase, work.step)
         start = time.monotonic()
-        where = dict(step=work.step, epoch=view.epoch.key, replica=self._replica, rank=self._rank, slots=list(slots),
-                     deal=view.deal.number, salvage=phase is Phase.SALVAGE)
-        self._events.emit("compute", **where)  # type: ignore[arg-type]
+        what = {"slots": list(slots), "deal": view.deal.number, "salvage": phase is Phase.SALVAGE}
+        self._tell("compute", work.step, view.epoch, **what)
         ledger.fill(slots, work.compute)
         self._computed += len(slots)
-        self._events.emit("computed", **where, seconds=time.monotonic() - start)  # type: ignore[arg-type]
+        self._tell("computed", work.step, view.epoch, **what, seconds=time.monotonic() - start)
 
     def _exchange(self, work: Work, record: Record, ledger: Ledger, stale: Callable[[], bool]) -> tuple[Link, Inventory]:
         """What all members hold. The ranks of a replica go on together or leave together, and have seen the same (rule 4)."""
@@ -225,8 +224,7 @@ class Transaction:
         broken: LinkBroken | None = None
         try:
             link, built = self._links.use(record, stale)
-            self._events.emit("link_used", step=work.step, epoch=record.view.epoch.key, replica=self._replica, rank=self._rank,
-                              link=link.name, built=built)
+            self._tell("link_used", work.step, record.view.epoch, link=link.name, built=built)
             inventory = ledger.exchange(link, work.slots, stale, self._config.step_timeout_s)
         except LedgersDiffer as error:
             broken = error
@@ -248,15 +246,13 @@ class Transaction:
         self, work: Work, view: View, ledger: Ledger, link: Link, inventory: Inventory, stale: Callable[[], bool]
     ) -> list[torch.Tensor]:
         """The total over all members, out of place. The ranks of a replica leave together."""
-        where = dict(step=work.step, epoch=view.epoch.key, replica=self._replica, rank=self._rank)
-
-        issued: Callable[[], None] = lambda: self._events.emit("reduce", **where)  # type: ignore[arg-type]
+        issued: Callable[[], None] = lambda: self._tell("reduce", work.step, view.epoch)
         self._enter(Phase.REDUCE, work.step)
         gradients: list[torch.Tensor] | None = None
         broken = "another rank of this replica left the attempt"
         try:
             gradients = ledger.total(link, inventory, stale, self._config.step_timeout_s, issued, in_place=not self._config.enabled)
-            self._events.emit("reduced", **where)  # type: ignore[arg-type]
+            self._tell("reduced", work.step, view.epoch)
         except LinkBroken as error:
             link.drop()
             broken = str(error)
@@ -270,22 +266,19 @@ class Transaction:
         finite = _is_finite(total)
         slots = tuple(range(work.slots))
         self._enter(Phase.VOTE, work.step)
-        self._events.emit("vote", step=work.step, epoch=view.epoch.key, replica=self._replica, rank=self._rank, deal=view.deal.number,
-                          ledger=list(slots), held=list(ledger.held), divisor=total.divisor, finite=finite, grad_norm=total.grad_norm,
-                          digest=digest)
+        self._tell("vote", work.step, view.epoch, deal=view.deal.number, ledger=list(slots), held=list(ledger.held),
+                   divisor=total.divisor, finite=finite, grad_norm=total.grad_norm, digest=digest)
         bits = struct.unpack("<q", struct.pack("<d", total.grad_norm))[0]
         self._control.vote(Vote(self._worker, work.step, view.epoch, digest, total.divisor, bits, finite, slots))
 
     def _finish(self, work: Work, outcome: Outcome, total: Total, attempts: int) -> StepReport:
         self._enter(Phase.APPLY, work.step)
-        epoch = total.epoch.key
         if outcome is Outcome.APPLY:
             self._state.version = None  # dirty until every tensor is written
             work.apply(total)
-            self._events.emit("apply", step=work.step, epoch=epoch, replica=self._replica, rank=self._rank,
-                              divisor=total.divisor)
+            self._tell("apply", work.step, total.epoch, divisor=total.divisor)
         else:
-            self._events.emit("skip", step=work.step, epoch=epoch, replica=self._replica, rank=self._rank)
+            self._tell("skip", work.step, total.epoch)
         self._state.version = work.step
         self._enter(Phase.IDLE, work.step)
         return StepReport(work.step, outcome, total.sums.tolist(), total.grad_norm, attempts,
@@ -298,15 +291,13 @@ class Transaction:
         or not at all: one that went on to compute would wait in a collective for one that left the attempt."""
         source = view.heal_source(self._replica)
         self._enter(Phase.HEAL, view.committed + 1)
-        self._events.emit("heal_start", step=view.committed, epoch=view.epoch.key, replica=self._replica, rank=self._rank,
-                          source=source)
+        self._tell("heal_start", view.committed, view.epoch, source=source)
         name = self._stream_name(view, self._replica)
         broken = ""
         try:
             with heal.HealStream(name, self._store, self._config.heal_timeout_s, stale) as stream:
                 healed = heal.receive(stream.join(), self._state, view.committed)
-            self._events.emit("heal_done", step=view.committed, epoch=view.epoch.key, replica=self._replica, rank=self._rank,
-                              source=source, heal_bytes=healed.nbytes, seconds=healed.seconds)
+            self._tell("heal_done", view.committed, view.epoch, source=source, heal_bytes=healed.nbytes, seconds=healed.seconds)
         except LinkBroken as error:
             broken = str(error)
         healed_all = self._world.agree((int(not broken),), f"the heal before step {view.committed + 1}")
@@ -351,8 +342,12 @@ class Transaction:
         self._phase, self._since = phase, now
         self._control.phase(step, phase)
 
+    def _tell(self, event: str, step: int, epoch: Epoch, **fields: Any) -> None:
+        """An event of this rank."""
+        self._events.emit(event, step=step, epoch=epoch.key, replica=self._replica, rank=self._rank, **fields)
+
     def _void(self, record: Record, step: int, cause: str) -> None:
-        self._events.emit("void", step=step, epoch=record.view.epoch.key, replica=self._replica, rank=self._rank, cause=cause)
+        self._tell("void", step, record.view.epoch, cause=cause)
 
 
 def _is_finite(total: Total) -> bool:

@@ -84,6 +84,8 @@ class Record:
 
     def given_by_the_dead(self, vote: Event, rank: int, slots: set[int]) -> list[int]:
         """Those of ``slots`` that a rank computed, in the deal of this vote, whose replica died in the step before it could vote."""
+        if not slots:
+            return []
         died = {e["replica"] for e in self.kind("death") if e.step == vote.step}
         found: set[int] = set()
         for (_, step, incarnation, deal), events in self._computed.items():

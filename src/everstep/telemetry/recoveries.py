@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from everstep.telemetry.events import Epoch, Event, epoch_key, seconds_between
+from everstep.telemetry.events import Epoch, Event, epoch_key, of_kind, seconds_between
 
 SampleKey = tuple[int, str]  # (rl_pass, sample id)
 
@@ -108,6 +108,27 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
                 attempts = computed.get(event.step, [])
                 found.append(_recovery(event, fault, _Later(events, index), attempts, view, replicas))
     return found
+
+
+#: Phase -> the events by which a rank says that it is inside, and that it has left (None: it is until the next step).
+_SPANS: dict[str, tuple[str, str | None]] = {
+    "compute": ("compute", "computed"), "exchange": ("link_used", "reduce"), "reduce": ("reduce", "reduced"), "vote": ("vote", "apply"),
+    "apply": ("apply", None),
+}
+
+
+def survivor_inside(events: Sequence[Event], fault: Event) -> bool:
+    """Whether a rank of another replica was inside the fault's phase of that step when the fault happened, by its own events.
+
+    Inside reduce means: the collectives that sum the gradients were issued and not complete.
+    """
+    begun, left = _SPANS[fault["phase"]]
+    others = [e for e in events if e.step == fault.step and e.get("replica") not in (None, fault["replica"])]
+    for start in of_kind(others, begun):
+        end = next((e for e in others if e.event == left and e.who == start.who and e.epoch == start.epoch), None)
+        if seconds_between(start, fault) > 0 and (end is None or seconds_between(fault, end) > 0):
+            return True
+    return False
 
 
 def account(events: Sequence[Event]) -> Account:

@@ -15,8 +15,9 @@ from tests.support.runs import DEMO, ROOT, SFT, Finished, command, config, finis
 from tests.test_faults import assert_invariants
 from tests.test_recovery import serve, until
 
-from everstep.cluster.actor import ActorInfo
-from everstep.cluster.watch import NodeWatches, ProcessWatch
+from everstep.cluster.host import WorkerInfo
+from everstep.cluster.processes import ProcessWatch
+from everstep.cluster.ray_watch import NodeWatches
 from everstep.errors import CoordinatorLost, WorkerFailed
 from everstep.recovery.control import Control
 from everstep.recovery.proxy import Relay
@@ -208,7 +209,7 @@ def test_deaths_on_another_node_are_told_by_a_watch_there():
     node = ray.nodes()[0]["NodeID"]
     process = subprocess.Popen(["sleep", "60"])
     ended: list[str] = []
-    watches = NodeWatches({"w3": ActorInfo("w3", process.pid, "some host", node)}, ended.append)
+    watches = NodeWatches({"w3": WorkerInfo("w3", process.pid, "some host", node)}, ended.append)
     try:
         time.sleep(0.2)
         assert ended == []

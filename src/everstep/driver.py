@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -22,6 +22,8 @@ from everstep.checkpoint.choose import Chosen, adopt, choose
 from everstep.checkpoint.storage import local_folder
 from everstep.cluster import environment, torchrun
 from everstep.cluster.group import Group
+from everstep.cluster.host import Host
+from everstep.config import derive
 from everstep.config import load as config_files
 from everstep.config.check import check
 from everstep.config.schema import Config
@@ -65,10 +67,13 @@ def launch(config: Config | str | os.PathLike[str], overrides: Sequence[str] = (
     return group
 
 
-def run(config: Config, *, program: Sequence[str] = (), clean: bool = False) -> int:
+def run(
+    config: Config, *, program: Sequence[str] = (), clean: bool = False, host: Callable[[Config], Host] | None = None
+) -> int:
     """Run ``config.recipe`` from start (or checkpoint) to end; returns 0. Raises EverstepError.
 
-    ``program``: the command that torchrun shall start on every rank, for ``launcher=local`` outside torchrun.
+    ``program``: the command that torchrun shall start on every rank, for ``launcher=local`` outside torchrun. ``host``: makes what
+    starts the workers, in the place of Ray.
     """
     _quiet_libraries()
     launcher = environment.detect_launcher(config)
@@ -80,10 +85,12 @@ def run(config: Config, *, program: Sequence[str] = (), clean: bool = False) -> 
         check_data(config)
         return torchrun.launch(config, program, lambda text: print(f"everstep: {text}", file=sys.stderr))
     with _Interrupts() as interrupts:
-        return _run(config, check_data(config), launcher, clean, interrupts)
+        return _run(config, check_data(config), launcher, clean, interrupts, host)
 
 
-def _run(config: Config, data: PreparedData, launcher: str, clean: bool, interrupts: _Interrupts) -> int:
+def _run(
+    config: Config, data: PreparedData, launcher: str, clean: bool, interrupts: _Interrupts, host: Callable[[Config], Host] | None
+) -> int:
     run_dir, chosen, events = _enter(config, clean, launcher)
     lead = events is not None
     console = Console(config.telemetry.progress, title=config.recipe) if lead else None
@@ -93,7 +100,8 @@ def _run(config: Config, data: PreparedData, launcher: str, clean: bool, interru
     try:
         if console:
             _introduce(console, config, data, run_dir, chosen, launcher)
-        group = _start_group(config, launcher, run_dir, events, _follow(console, run_dir, config.layout.replicas) if console else None)
+        on_record = _follow(console, run_dir, config.layout.replicas) if console else None
+        group = _start_group(config, launcher, run_dir, events, on_record, host)
         if lead:
             metrics = Metrics(run_dir.path, config.telemetry.tensorboard, from_step=chosen.step)
         if chosen.path:
@@ -171,15 +179,24 @@ def _prepare(config: Config, clean: bool) -> tuple[RunDir, Chosen]:
     return run_dir, chosen
 
 
-def _start_group(config: Config, launcher: str, run_dir: RunDir, events: EventLog | None, on_record: Any) -> Group:
+def _start_group(
+    config: Config, launcher: str, run_dir: RunDir, events: EventLog | None, on_record: Any,
+    host: Callable[[Config], Host] | None = None,
+) -> Group:
     if launcher == "ray":
-        from everstep.cluster.ray import RayGroup
+        from everstep.cluster.controller import Controller
 
         assert events is not None
-        return RayGroup(config, run_dir, events, on_record)
+        return Controller(config, run_dir, events, (host or _ray_host)(config), on_record)
     from everstep.cluster.local import LocalGroup
 
     return LocalGroup(config, run_dir, events)
+
+
+def _ray_host(config: Config) -> Host:
+    from everstep.cluster.ray import RayHost
+
+    return RayHost(config, derive.layout(config))
 
 
 def _follow(console: Console, run_dir: RunDir, replicas: int) -> Any:

@@ -28,19 +28,6 @@ class ConfigError(BadInput):
     """An unknown key, a value of the wrong type, or a combination that cannot work; names the keys."""
 
 
-class RankDied(EverstepError):
-    """A rank's process ended. ``rank`` is ``replica/rank``; ``cause`` is what the operating system or Ray said."""
-
-    def __init__(self, rank: str, cause: str, step: int | None = None, node: str | None = None):
-        self.rank, self.cause, self.step, self.node = rank, cause, step, node
-        where = f" on node {node}" if node else ""
-        when = f" at step {step}" if step is not None else ""
-        super().__init__(f"rank {rank}{where} died{when}: {cause}")
-
-    def __reduce__(self):  # type: ignore[no-untyped-def]
-        return (type(self), (self.rank, self.cause, self.step, self.node))
-
-
 class ReplicaBroken(EverstepError):
     """A collective inside this rank's replica failed or was aborted because another rank of it is gone.
 

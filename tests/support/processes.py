@@ -16,20 +16,13 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch.distributed as dist
 
-PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "everstep.engine.step",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen2.modeling_qwen2",
-    "transformers.models.qwen3.modeling_qwen3",
-]
+from everstep.cluster import forked
+
 _PORT = "EVERSTEP_TEST_STORE_PORT"
 #: Once a rank has failed, the others get this long to fail too, so that their reports are seen.
 GRACE_S = 2.0
@@ -42,19 +35,7 @@ def _context(cuda: bool) -> Any:
     """
     if cuda:
         return mp.get_context("spawn")
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    kept = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")}
-    os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    try:
-        forkserver.ensure_running()  # the server, and with it every child, keeps this environment
-    finally:
-        for name, value in kept.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-    return context
+    return forked.context()
 
 
 def join_world(

@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from everstep.cluster.host import Host
 from everstep.config.load import load_config
 from everstep.config.schema import Config
 from everstep.driver import run
@@ -54,9 +55,9 @@ class Finished:
         return {e.pid for e in self.events if e.who != "lead"}
 
 
-def finish(conf: Config, clean: bool = False) -> Finished:
+def finish(conf: Config, clean: bool = False, host: Callable[[Config], Host] | None = None) -> Finished:
     """Run ``conf`` here, to its end."""
-    assert run(conf, clean=clean) == 0
+    assert run(conf, clean=clean, host=host) == 0
     folder = Path(conf.run_dir)
     return Finished(folder, read_events(folder.events if hasattr(folder, "events") else folder / "events"))
 

@@ -1,13 +1,13 @@
 """What a recipe sees of the cluster: a group of replicas with a handful of verbs. No process, no socket, no rank.
 
-``launcher=ray`` (:mod:`everstep.cluster.ray`): the recipe runs once, in the controller. ``launcher=local``
+``launcher=ray`` (:mod:`everstep.cluster.controller`): the recipe runs once, in the controller. ``launcher=local``
 (:mod:`everstep.cluster.local`): the recipe runs in every rank, each call does this rank's part, and results are exchanged so
 that every rank sees the same ones. A recipe written against this module cannot tell the difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -105,3 +105,16 @@ def cut_slots(batch: TrainingBatch, micro_batch_size: int, dp: int) -> list[tupl
     padded = trimmed.pad_to(-(-trimmed.width // 8) * 8)
     micro = [padded.slice(i, i + micro_batch_size) for i in range(0, len(padded), micro_batch_size)]
     return [tuple(micro[i : i + dp]) for i in range(0, len(micro), dp)]
+
+
+class ListSlots:
+    """Slots of a batch that the rank holds whole."""
+
+    def __init__(self, slots: Sequence[Sequence[TrainingBatch]]):
+        self._slots = slots
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def fetch(self, slot: int, dp: int) -> TrainingBatch:
+        return self._slots[slot][dp]

@@ -24,7 +24,7 @@ from everstep.cluster import environment
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.device import choose_device
 from everstep.cluster.dispatch import get_dispatch, ranks_of
-from everstep.cluster.group import StepResult, cut_slots
+from everstep.cluster.group import ListSlots, StepResult, cut_slots
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s
 from everstep.cluster.worker import Formation, Worker
@@ -44,19 +44,6 @@ from everstep.run_dir import RunDir
 from everstep.telemetry.events import EventLog
 
 T = TypeVar("T")
-
-
-class ListSlots:
-    """Slots of a batch that every rank holds whole."""
-
-    def __init__(self, slots: list[tuple[TrainingBatch, ...]]):
-        self._slots = slots
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def fetch(self, slot: int, dp: int) -> TrainingBatch:
-        return self._slots[slot][dp]
 
 
 def join_world(config: Config) -> environment.RankEnvironment:

@@ -1,159 +1,67 @@
-"""Launcher ray: one controller (this process) and one actor per rank and spare.
+"""Worker processes as Ray actors, one per rank and spare, on the nodes that the placement chose.
 
-The controller runs the recipe, owns the coordinator, sends work, and collects results. Training itself, commits and deaths
-included, goes over the coordinator's channel; Ray starts processes and moves data.
+Training itself, commits and deaths included, goes over the coordinator's channel; Ray starts processes, moves data and returns results.
 """
 
 from __future__ import annotations
 
 import contextlib
-import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import ray
-import torch.distributed as dist
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from everstep.checkpoint import saving
-from everstep.checkpoint.saving import SavedRun
-from everstep.checkpoint.sharded import Shard
 from everstep.cluster import environment
-from everstep.cluster.actor import ActorInfo, ActorSpec, RankActor
+from everstep.cluster.actor import RankActor, RefSlots
 from everstep.cluster.batch import TrainingBatch
-from everstep.cluster.dispatch import get_dispatch, ranks_of
-from everstep.cluster.group import StepResult, cut_slots
-from everstep.cluster.owed import Owed
+from everstep.cluster.host import ProcessEnded, WorkerInfo, WorkerSpec
 from everstep.cluster.placement import place
+from everstep.cluster.processes import signal_pid, wait_gone
 from everstep.cluster.ray_runtime import (
-    Putter,
     devices_per_node,
     first_line,
     node_ip,
     on_node,
-    pid_runs,
-    signal_pid,
     start_ray,
     typed_error,
     uses_gpus,
 )
-from everstep.cluster.repair import Repair
-from everstep.cluster.results import combine, compare_hashes
-from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
-from everstep.cluster.watch import NodeWatches
-from everstep.cluster.worker import Formation, called_off
-from everstep.config import derive
+from everstep.cluster.ray_watch import NodeWatches
+from everstep.cluster.worker import Life
 from everstep.config.schema import Config
-from everstep.engine.loss import LossSpec
-from everstep.errors import (
-    BadInput,
-    CoordinatorLost,
-    DeadlineExceeded,
-    Fenced,
-    NotEnoughReplicas,
-    ReplicaBroken,
-)
-from everstep.recovery.commitlog import CommitLog
-from everstep.recovery.coordinator import Coordinator, Mode, State
-from everstep.recovery.faults import FaultInjector
-from everstep.recovery.proxy import Relay
-from everstep.recovery.server import CoordinatorServer
-from everstep.recovery.view import Kind, Member, Record
-from everstep.run_dir import RunDir
-from everstep.telemetry.events import EventLog
+from everstep.errors import DeadlineExceeded
+from everstep.layout import Layout
 
-T = TypeVar("T")
-_DEATH_CONFIRM_S = 30.0
+_END_S = 30.0
+_CLOSE_S = 10.0
 _POLL_S = 0.2
-_CALL_OFF_S = 10.0  # for the living ranks of a formation that lost one, to leave it
 
 
-class RayGroup:
-    """The :class:`everstep.cluster.group.Group` of launcher ray."""
+class RayHost:
+    """The :class:`everstep.cluster.host.Host` of launcher ray. Joins the configured cluster, or starts one for this run."""
 
-    is_lead = True
-
-    def __init__(self, config: Config, run_dir: RunDir, events: EventLog, on_record: Callable[[Record], None] | None = None):
-        self.config, self._run_dir, self._events = config, run_dir, events
-        self.layout = derive.layout(config)
-        self._on_record = on_record or (lambda record: None)
+    def __init__(self, config: Config, layout: Layout):
+        self._config, self._layout = config, layout
         self._actors: dict[str, Any] = {}
-        self._infos: dict[str, ActorInfo] = {}
-        self._reference = False
-        self.recipe_state: dict[str, Any] = {}
-        self._closed = False
-        self._repair: Repair | None = None
-        self._confirmed: set[str] = set()  # workers whose process is known to be gone
-        self._store: dist.Store | None = None
-        self._injector: FaultInjector | None = None
-        self._watch: NodeWatches | None = None
-        self._relays: dict[str, Relay] = {}
+        self.infos: dict[str, WorkerInfo] = {}
+        self._ended: set[str] = set()  # workers whose process is known to be gone
         self._group: Any = None
-        self._server: CoordinatorServer | None = None
-        self.dispatch_bytes, self.dispatch_seconds = 0, 0.0
-        self._leave_ray = start_ray(config, self.layout.devices)
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
+        self._watch: NodeWatches | None = None
+        self._closed = False
+        self._leave_ray = start_ray(config, layout.devices)
+        self.address = ray.util.get_node_ip_address() if config.ray.address else "127.0.0.1"
 
-    # -- start and end -------------------------------------------------------------------------------------------------------
-
-    def _start(self) -> None:
-        config, recovery = self.config, self.config.recovery
-        host = ray.util.get_node_ip_address() if config.ray.address else "127.0.0.1"
-        log = CommitLog(self._run_dir.path / "commits.log")
-        # Without recovery the first death leaves fewer replicas than the run needs.
-        coordinator = Coordinator(
-            log.incarnation, 0, recovery.min_replicas if recovery.enabled else self.layout.replicas, Mode(recovery.mode),
-            recovery.standby_links_up_to if recovery.enabled else 0,
-        )
-        token = secrets.token_hex(16)
-        self._server = CoordinatorServer(
-            coordinator, log, self._events, token, recovery.silence_s, 2 * recovery.link_timeout_s,
-            place=self._place_of, on_phase=self._phase_entered, on_death=self._worker_died, on_record=self._recorded, host=host,
-            heartbeat_s=recovery.heartbeat_s, judge=judge(recovery), judge_every_s=judge_every_s(recovery), on_word=self._answered,
-        )
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-        workers = self._create_actors(host, self._store.port, token)
-        per_replica = self.layout.ranks_per_replica
-        members = [
-            Member(replica, 0, tuple(workers[replica * per_replica : (replica + 1) * per_replica]))
-            for replica in range(self.layout.replicas)
-        ]
-        spares = workers[self.layout.world_size :]
-        self._repair = Repair(self, {m.replica: m for m in members}, spares, lambda: self._reference)
-        for worker in list(self._server.dead):  # it died before there was a repair to be told
-            self._repair.worker_died(worker)
-        self._watch = NodeWatches(self._infos, lambda worker: self.server.expel(worker, "process ended (pidfd)"))
-        target = LaunchedTarget(
-            lambda: self.server, self._place_of, self._send_signal, lambda w: f"{self._infos[w].pid} on {self._infos[w].host}",
-            lambda: self._repair.spares if self._repair else [], self._relays,
-        )
-        self._injector = FaultInjector(config.faults, target, self._events)
-        self._events.emit("spare_ready", spares=len(spares))
-        failed = self.form([
-            (worker, Formation(m.replica, rank, 0, m.workers, "weights", False))
-            for m in members for rank, worker in enumerate(m.workers)
-        ])
-        if failed:
-            raise NotEnoughReplicas("; ".join(f"worker {w} could not start: {cause}" for w, cause in sorted(failed.items())))
-        self._server.open(members)
-
-    def _create_actors(self, host: str, port: int, token: str) -> list[str]:
-        """Actors of all ranks and spares on the nodes that the placement chose, imports done. Raises BadInput, DeadlineExceeded."""
-        config = self.config
+    def start(self, specs: Sequence[WorkerSpec]) -> None:
+        config, layout = self._config, self._layout
         on_gpu = uses_gpus(config)
         nodes = devices_per_node(on_gpu)
-        plan = place(self.layout.ranks_per_replica, self.layout.replicas, self.layout.spares, nodes, self.layout.tp)
+        plan = place(layout.ranks_per_replica, layout.replicas, layout.spares, nodes, layout.tp)
         chosen = [*(node for replica in plan.replica_nodes for node in replica), *plan.spare_nodes]
         device = {"GPU": 1.0} if on_gpu else {}
         bundles = [{"CPU": 1.0, **device, f"node:{node_ip(node)}": 0.001} for node in chosen]
@@ -166,43 +74,70 @@ class RayGroup:
                 f"Ray did not place {len(bundles)} processes ({bundles[0]}) in {config.ray.start_timeout_s:g} s "
                 "(ray.start_timeout_s); free devices, or ask for fewer in layout.*"
             ) from None
-        workers = [f"w{i}" for i in range(len(chosen))]
-        numbers = {worker: i for i, worker in enumerate(workers)}
         remote = ray.remote(RankActor)
         env = environment.worker_environment(config)
-        for index in partition_victims(config, self.layout.ranks_per_replica, self.layout.world_size):
-            self._relays[workers[index]] = Relay(self._coordinator_address)
-        for index, worker in enumerate(workers):
-            spec = ActorSpec(
-                worker, config, self._relays[worker].address if worker in self._relays else self._coordinator_address, token,
-                (host, port), str(self._run_dir.events), str(self._run_dir.rank_log(index)),
-            )
+        for index, spec in enumerate(specs):
+            host, port = spec.store
             actor_env = env | {"MASTER_ADDR": host, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
-            self._actors[worker] = remote.options(
+            self._actors[spec.worker_id] = remote.options(
                 num_cpus=1, num_gpus=1 if on_gpu else 0, max_restarts=0, max_task_retries=0,
                 runtime_env={"env_vars": actor_env},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
             ).remote(spec)
-        for worker, actor in self._actors.items():
+        for spec in specs:
+            worker = spec.worker_id
             try:
-                self._infos[worker] = ray.get(actor.ready.remote(), timeout=max(1.0, deadline - time.monotonic()))
+                self.infos[worker] = ray.get(self._actors[worker].ready.remote(), timeout=max(1.0, deadline - time.monotonic()))
             except GetTimeoutError:
                 raise DeadlineExceeded(
-                    f"worker {worker} was not ready in {config.ray.start_timeout_s:g} s (ray.start_timeout_s); "
-                    f"see {self._run_dir.rank_log(numbers[worker])}"
+                    f"worker {worker} was not ready in {config.ray.start_timeout_s:g} s (ray.start_timeout_s); see {spec.log_path}"
                 ) from None
             except RayError as error:
                 raise typed_error(error, worker, "its start") from error
-        return workers
 
-    @property
-    def _coordinator_address(self) -> tuple[str, int]:
-        assert self._server is not None
-        return self._server.address
+    def watch(self, on_end: Callable[[str], None]) -> None:
+        self._watch = NodeWatches(self.infos, on_end)
+
+    def share(self, batch: TrainingBatch) -> Any:
+        return ray.put(batch)
+
+    def slots(self, shared: list[list[Any]]) -> RefSlots:
+        return RefSlots(shared)
+
+    def submit(self, worker: str, life: Life | None, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._actors[worker].run.remote(life, method, *args, **kwargs)
+
+    def wait(self, pending: Collection[Any], timeout_s: float) -> list[Any]:
+        done, _ = ray.wait(list(pending), num_returns=1, timeout=timeout_s)
+        return list(done)
+
+    def result(self, pending: Any, worker: str, what: str) -> Any:
+        try:
+            return ray.get(pending)
+        except RayActorError as error:
+            raise ProcessEnded(first_line(error)) from error
+        except RayError as error:
+            raise typed_error(error, worker, what) from error
+
+    def signal(self, worker: str, number: int) -> None:
+        info = self.infos[worker]
+        if info.host == socket.gethostname():
+            signal_pid(info.pid, number)
+        else:
+            try:
+                ray.get(on_node(info.node_id).remote(info.pid, number), timeout=_END_S)
+            except RayError:
+                if not self._await_lease(worker):  # the node answers, but not to this
+                    raise
+
+    def end(self, worker: str) -> None:
+        ray.kill(self._actors[worker], no_restart=True)
+        if worker in self.infos and not self._await_lease(worker):
+            self.signal(worker, signal.SIGKILL)
+            self._wait_gone(worker, _END_S)
+        self._ended.add(worker)
 
     def close(self) -> None:
-        if self._closed:
-            return
         self._closed = True
         with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails
             last_first.callback(self._leave_ray)
@@ -211,301 +146,13 @@ class RayGroup:
                 last_first.callback(remove_placement_group, self._group)
             for actor in self._actors.values():
                 last_first.callback(ray.kill, actor, no_restart=True)
-            for relay in self._relays.values():
-                last_first.callback(relay.close)
-            if self._repair:
-                last_first.callback(self._repair.close)
             if self._watch:
                 last_first.callback(self._watch.close)
-            if self._server:
-                last_first.callback(self._server.close)
-            self._store = None
-
-    def _end_processes(self) -> None:
-        """A frozen process does not hear Ray's request to end."""
-        living = [worker for worker in self._infos if worker not in self._confirmed]
-        for worker in living:
-            if self._infos[worker].host == socket.gethostname():
-                signal_pid(self._infos[worker].pid, signal.SIGKILL)
-        for worker in living:
-            self._wait_gone(worker, 10.0)
-
-    # -- verbs ---------------------------------------------------------------------------------------------------------------
-
-    @property
-    def committed_step(self) -> int:
-        return self.server.coordinator.committed
-
-    @property
-    def server(self) -> CoordinatorServer:
-        assert self._server is not None
-        return self._server
-
-    def call(self, dispatch: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        start, sent = time.monotonic(), 0
-        while True:
-            self._check_alive()
-            self._prepare_faults(self.committed_step + 1)
-            view = self.server.coordinator.view
-            ranks = ranks_of(self.layout, view.contributors)
-            how = get_dispatch(dispatch)
-            how.validate(ranks, args, kwargs)
-            put = Putter()
-            pending: dict[Any, int] = {}
-            called: list[tuple[str, Member]] = []
-            for index, (rank, (a, kw)) in enumerate(zip(ranks, how.dispatch(ranks, args, kwargs), strict=True)):
-                member = view.member(rank.replica)
-                assert member is not None
-                actor = self._actors[member.workers[rank.rank]]
-                life = (member.replica, member.build)
-                ref = actor.run.remote(life, method, *[put(x) for x in a], **{k: put(x) for k, x in kw.items()})
-                pending[ref] = index
-                called.append((member.workers[rank.rank], member))
-            sent += put.nbytes
-            results = self._gather(pending, called, method)
-            if results is not None:
-                seconds = time.monotonic() - start
-                self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + sent, self.dispatch_seconds + put.seconds
-                self._events.emit("call", method=method, dispatch=dispatch, sent_bytes=sent, seconds=seconds)
-                if method == "keep_reference":
-                    self._reference = True
-                return how.collect(ranks, results)
-
-    def _gather(self, refs: dict[Any, int], called: list[tuple[str, Member]], method: str) -> list[Any] | None:
-        """Results in the order of the ranks; None if a death voided the call (it is made again on those that are left).
-
-        ``called``: each worker, and the life of its replica that it was called in. A rank whose result does not come long after its
-        peers' is expelled (recovery.progress_timeout_s); recovery.call_timeout_s ends the whole call.
-        """
-        owed = Owed(self.server, self.config.recovery, f"the result of {method}")
-        pending = dict(refs)
-        results: list[Any] = [None] * len(called)
-        while pending:
-            done, _ = ray.wait(list(pending), num_returns=1, timeout=_POLL_S)
-            for ref in done:
-                index = pending.pop(ref)
-                owed.gave(*called[index])
-                try:
-                    results[index] = ray.get(ref)
-                except RayError as error:
-                    worker, member = called[index]
-                    if not self._is_death(worker, member, error):
-                        raise typed_error(error, worker, method) from error
-                    return None
-            view = self.server.coordinator.view
-            if any(view.member(member.replica) != member for _, member in called):
-                return None
-            owing = [called[index] for index in pending.values()]
-            owed.expel_overdue(owing)
-            if owed.waited(self.config.recovery.call_timeout_s) and owing:
-                owed.give_up_call([worker for worker, _ in owing], method)
-        return results
-
-    def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
-        step = self.committed_step + 1
-        slots = cut_slots(batch, self.config.train.micro_batch_size, self.layout.dp)
-        put = Putter()
-        refs = [[put(micro) for micro in slot] for slot in slots]
-        self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + put.nbytes, self.dispatch_seconds + put.seconds
-        self._prepare_faults(step)
-        self.server.begin(step, tuple(batch.sample_ids))
-        if self._injector:
-            self._injector.begins(step)
-        coordinator = self.server.coordinator
-        owed = Owed(self.server, self.config.recovery, f"its report of step {step}")
-        pending: dict[Any, tuple[str, Member]] = {}
-        called: set[Member] = set()  # a replica that comes back within the step is called in its new life
-        reports: dict[tuple[str, Member], Any] = {}
-        while True:
-            self._check_alive()
-            view = coordinator.view
-            if coordinator.committed < step:
-                for member in view.members:
-                    if member not in called:
-                        called.add(member)
-                        life = (member.replica, member.build)
-                        for worker in member.workers:
-                            ref = self._actors[worker].train_step.remote(life, step, refs, loss, lr, temperature)
-                            pending[ref] = worker, member
-            else:
-                owing = [(worker, member) for worker, member in pending.values() if view.member(member.replica) == member]
-                if not owing:
-                    break
-                owed.expel_overdue(owing)
-                if owed.waited(self.config.recovery.step_timeout_s):
-                    raise DeadlineExceeded(
-                        f"step {step} was committed, but workers {sorted(w for w, _ in owing)} did not report it in "
-                        f"{self.config.recovery.step_timeout_s:g} s (recovery.step_timeout_s); resume with resume=auto"
-                    )
-            done, _ = ray.wait(list(pending), num_returns=1, timeout=_POLL_S) if pending else ([], [])
-            if not pending:
-                time.sleep(0.01)  # the coordinator holds the step until a replica joins
-            for ref in done:
-                worker, member = pending.pop(ref)
-                owed.gave(worker, member)
-                try:
-                    reports[worker, member] = ray.get(ref)
-                except RayError as error:
-                    if not self._is_death(worker, member, error):
-                        raise typed_error(error, worker, f"step {step}") from error
-        view = coordinator.view
-        finished = {w: r for (w, member), r in reports.items() if view.member(member.replica) == member}
-        if not finished:
-            raise NotEnoughReplicas(f"step {step} was committed but no rank that applied it is left; resume from the last checkpoint")
-        first_ranks = {self._place_of(w)[0]: r for w, r in finished.items() if self._place_of(w)[1] == 0}
-        return combine(step, list(finished.values()), list(first_ranks.values()), loss, lr, len(slots), view)
-
-    def once(self, function: Callable[..., T], *args: Any) -> T:
-        return function(*args)
-
-    def save(self, recipe_state: dict[str, Any]) -> Path:
-        def write(folder: Path) -> list[Shard]:
-            """The ranks of one replica write; if it breaks meanwhile, another one writes all of it again."""
-            while True:
-                self._check_alive()
-                self._prepare_faults(self.committed_step + 1)
-                view = self.server.coordinator.view
-                member = view.member(view.contributors[0])
-                assert member is not None
-                life = (member.replica, member.build)
-                refs = {self._actors[w].run.remote(life, "save_shard", folder): i for i, w in enumerate(member.workers)}
-                shards = self._gather(refs, [(w, member) for w in member.workers], "save_shard")
-                if shards is not None:
-                    return shards
-                # Its living ranks may still write: two writers of one file would spoil it.
-                _, writing = ray.wait(list(refs), num_returns=len(refs), timeout=_DEATH_CONFIRM_S)
-                if writing:
-                    raise DeadlineExceeded(
-                        f"saving step {self.committed_step}: ranks of replica {member.replica}, which broke meanwhile, still write "
-                        f"into {folder} after {_DEATH_CONFIRM_S:g} s; the previous checkpoint is complete"
-                    )
-
-        state = SavedRun(self.committed_step, self._reference, recipe_state)
-        return saving.save(self._run_dir.checkpoints, state, self.layout, self.config.checkpoint.keep_last, write, self._events)
-
-    def load(self, path: Path) -> dict[str, Any]:
-        """Before the first step only: every rank reads its shard; the coordinator continues from the checkpoint's step."""
-        saved = saving.read(path, self.layout)
-        self.call("pass_through", "load_shard", path, saved.step, saved.reference)
-        self._reference = saved.reference
-        self.server.restart_at(saved.step)
-        self.recipe_state = saved.recipe_state
-        return saved.recipe_state
-
-    def verify(self) -> str:
-        while True:
-            view = self.server.coordinator.view
-            hashes = self.call("pass_through", "state_hash")
-            if view.contributors == self.server.coordinator.view.contributors:
-                ranks = ranks_of(self.layout, view.contributors)
-                return compare_hashes(ranks, hashes, self.committed_step, self._events)
-
-    def status(self) -> dict[str, Any]:
-        coordinator = self.server.coordinator
-        view = coordinator.view
-        return {
-            "state": str(coordinator.state),
-            "epoch": str(view.epoch),
-            "committed_step": coordinator.committed,
-            "replicas": list(view.contributors),
-            "healing": sorted(view.healing),
-            "spares": len(self._repair.spares) if self._repair else 0,
-            "ranks": {
-                worker: {"replica": self._place_of(worker)[0], "rank": self._place_of(worker)[1], "step": said.step,
-                         "phase": said.phase, "pid": said.pid, "host": said.host}
-                for worker, said in self.server.progress.items() if worker not in self.server.dead
-            },
-        }
-
-    # -- deaths ----------------------------------------------------------------------------------------------------------------
-
-    def _check_alive(self) -> None:
-        """Raise if the run cannot go on."""
-        server = self.server
-        if server.failure:
-            raise server.failure
-        coordinator = server.coordinator
-        causes = "; ".join(f"{w}: {cause}" for w, cause in sorted(server.dead.items()))
-        if coordinator.state is State.LOST:
-            raise NotEnoughReplicas(
-                f"no living replica holds step {coordinator.committed} ({causes}); resume from the last checkpoint with resume=auto"
-            )
-        if self._repair and self._repair.failure:
-            raise self._repair.failure
-        if coordinator.state is State.HELD and not self.config.recovery.enabled:
-            raise NotEnoughReplicas(f"recovery.enabled=false, and a rank died ({causes}); resume from the last checkpoint")
-        if coordinator.state is State.HELD and not self._repair_hopeful():
-            raise NotEnoughReplicas(
-                f"{len(coordinator.view.members)} replicas live, recovery.min_replicas={self.config.recovery.min_replicas} and no "
-                f"spare is left ({causes}); resume with resume=auto when there are devices"
-            )
-
-    def _repair_hopeful(self) -> bool:
-        coordinator = self.server.coordinator
-        repairing = self._repair and self._repair.hopeful(list(self.server.dead))
-        joining = coordinator.build and coordinator.build.joiner
-        return bool(repairing or joining or coordinator.waiting)
-
-    def _is_death(self, worker: str, member: Member, error: RayError) -> bool:
-        """Whether this error tells of a death (the worker's own, or one in its replica) rather than of a failed call.
-
-        ``member``: the life of its replica in which the worker was called.
-        """
-        over: Callable[[Coordinator], bool] = lambda c: c.view.member(member.replica) != member
-        if isinstance(error, RayActorError):
-            self.server.expel(worker, f"its process ended ({first_line(error)})")
-            return True
-        cause = error.cause if isinstance(error, RayTaskError) else None
-        if isinstance(cause, ReplicaBroken):
-            return self.server.wait(over, _DEATH_CONFIRM_S)
-        if isinstance(cause, CoordinatorLost):
-            self.server.expel(worker, f"fenced itself ({first_line(cause)})")
-            return True
-        return isinstance(cause, Fenced) and over(self.server.coordinator)
-
-    def _worker_died(self, worker: str, cause: str) -> None:
-        if self._repair and not self._closed:
-            self._repair.worker_died(worker)
-
-    def _phase_entered(self, worker: str, step: int, phase: str) -> None:
-        if self._injector:
-            self._injector.on_phase(worker, step, phase)
-
-    def _recorded(self, record: Record) -> None:
-        if self._injector and record.kind is Kind.COMMIT:
-            self._injector.on_commit(record.step)
-        self._on_record(record)
-
-    def _answered(self, worker: str, number: int, word: str) -> None:
-        if self._injector:
-            self._injector.on_word(worker, number, word)
-
-    def _prepare_faults(self, step: int) -> None:
-        if self._injector:
-            self._injector.prepare(step)
-
-    def _place_of(self, worker: str) -> tuple[int, int]:
-        return self._repair.place(worker) if self._repair else (-1, -1)
-
-    @property
-    def unfired_faults(self) -> list[str]:
-        return self._injector.unfired if self._injector else []
-
-    # -- what repair needs (everstep.cluster.repair.Processes) ---------------------------------------------------------------------
-
-    def confirm_dead(self, worker: str) -> None:
-        ray.kill(self._actors[worker], no_restart=True)
-        if worker in self._infos and not self._await_lease(worker):
-            self._send_signal(worker, signal.SIGKILL)
-            self._wait_gone(worker, _DEATH_CONFIRM_S)
-        self._confirmed.add(worker)
-        replica, rank = self._place_of(worker)
-        self._events.emit("expel", replica=replica, rank=rank, worker=worker, cause=self.server.dead.get(worker, "repair"))
 
     def _await_lease(self, worker: str) -> bool:
         """Whether the worker's node is lost: nothing can be killed there. Its processes hear nothing from the coordinator since the
         expulsion, so they have fenced themselves once ``recovery.fence_s`` (and a heartbeat) has passed; that is waited for."""
-        info, recovery = self._infos[worker], self.config.recovery
+        info, recovery = self.infos[worker], self._config.recovery
         if info.host == socket.gethostname() or any(n["NodeID"] == info.node_id and n["Alive"] for n in ray.nodes()):
             return False
         end = time.monotonic() + recovery.fence_s + 2 * recovery.heartbeat_s
@@ -513,67 +160,16 @@ class RayGroup:
             time.sleep(_POLL_S)
         return True
 
-    def form(self, formations: list[tuple[str, Formation]]) -> dict[str, str]:
-        refs = {self._actors[worker].form.remote(formation): worker for worker, formation in formations}
-        lives = {formation.life for _, formation in formations}
-        failed: dict[str, str] = {}
-        broken: dict[str, str] = {}  # alive, but without all others
-        end = time.monotonic() + self.config.recovery.reform_timeout_s
-        while refs:
-            done, _ = ray.wait(list(refs), num_returns=1, timeout=_POLL_S)
-            for ref in done:
-                worker = refs.pop(ref)
-                try:
-                    ray.get(ref)
-                except RayActorError as error:
-                    failed[worker] = first_line(error)
-                except RayTaskError as error:
-                    typed = typed_error(error, worker, "form")
-                    if isinstance(typed, BadInput):
-                        raise typed from error
-                    (broken if isinstance(typed, ReplicaBroken) else failed)[worker] = str(typed)
-            for ref in [r for r, worker in refs.items() if worker in self.server.dead]:
-                worker = refs.pop(ref)
-                failed[worker] = self.server.dead[worker]
-            if self._closed:
-                raise Fenced("the group was closed while a replica was being formed")
-            if failed and lives:
-                assert self._store is not None
-                for life in lives:
-                    self._store.set(called_off(life), "1")
-                lives = set()
-                end = min(end, time.monotonic() + _CALL_OFF_S)
-            if refs and time.monotonic() > end:
-                reason = f"not formed in {self.config.recovery.reform_timeout_s:g} s (recovery.reform_timeout_s)"
-                return failed | {worker: reason for worker in refs.values()}
-        return failed or broken
-
-    def expel(self, worker: str, cause: str) -> None:
-        self.server.expel(worker, cause)
-
-    def announce(self, member: Member) -> None:
-        self.server.joiner(member)
-
-    def note(self, event: str, **fields: Any) -> None:
-        self._events.emit(event, **fields)
-
-    def _send_signal(self, worker: str, number: int) -> None:
-        info = self._infos[worker]
-        if info.host == socket.gethostname():
-            signal_pid(info.pid, number)
-        else:
-            try:
-                ray.get(on_node(info.node_id).remote(info.pid, number), timeout=_DEATH_CONFIRM_S)
-            except RayError:
-                if not self._await_lease(worker):  # the node answers, but not to this
-                    raise
+    def _end_processes(self) -> None:
+        """A frozen process does not hear Ray's request to end."""
+        living = [worker for worker in self.infos if worker not in self._ended]
+        for worker in living:
+            if self.infos[worker].host == socket.gethostname():
+                signal_pid(self.infos[worker].pid, signal.SIGKILL)
+        for worker in living:
+            self._wait_gone(worker, _CLOSE_S)
 
     def _wait_gone(self, worker: str, timeout_s: float) -> None:
-        info = self._infos[worker]
-        if info.host != socket.gethostname():
-            return  # the SIGKILL above was delivered by a task on its node
-        end = time.monotonic() + timeout_s
-        while pid_runs(info.pid):
-            if time.monotonic() > end:
-                raise DeadlineExceeded(f"worker {worker} (process {info.pid} on {info.host}) did not die within {timeout_s:g} s")
-            time.sleep(0.002)
+        info = self.infos[worker]
+        if info.host == socket.gethostname():  # elsewhere the signal was delivered by a task on that node
+            wait_gone(worker, info.pid, timeout_s)

@@ -7,7 +7,6 @@ import os
 import secrets
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,32 +14,14 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.orphans import TOKEN, Watch
+from everstep.cluster.processes import signal_pid
 from everstep.config.schema import Config
 from everstep.errors import (
     BadInput,
     EverstepError,
     WorkerFailed,
 )
-
-
-class Putter:
-    """Puts each batch into the object store once, however many ranks get it."""
-
-    def __init__(self) -> None:
-        self.nbytes, self.seconds = 0, 0.0
-        self._refs: dict[int, tuple[Any, Any]] = {}
-
-    def __call__(self, value: Any) -> Any:
-        if not isinstance(value, TrainingBatch):
-            return value
-        if id(value) not in self._refs:
-            start = time.monotonic()
-            self._refs[id(value)] = (value, ray.put(value))
-            self.seconds += time.monotonic() - start
-            self.nbytes += value.nbytes
-        return self._refs[id(value)][1]
 
 
 def start_ray(config: Config, processes: int) -> Callable[[], None]:
@@ -110,20 +91,6 @@ def node_ip(node_id: str) -> str:
 
 def on_node(node_id: str) -> Any:
     return ray.remote(num_cpus=0)(signal_pid).options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-
-
-def signal_pid(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it is gone already, which is what a kill wants
-        os.kill(pid, number)
-
-
-def pid_runs(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def typed_error(error: RayError, worker: str, what: str) -> EverstepError:

@@ -112,7 +112,7 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
 
 #: Phase -> the events by which a rank says that it is inside, and that it has left (None: it is until the next step).
 _SPANS: dict[str, tuple[str, str | None]] = {
-    "compute": ("compute", "computed"), "exchange": ("link_used", "reduce"), "reduce": ("reduce", "reduced"), "vote": ("vote", "apply"),
+    "compute": ("compute", "computed"), "salvage": ("compute", "computed"), "exchange": ("link_used", "reduce"), "reduce": ("reduce", "reduced"), "vote": ("vote", "apply"),
     "apply": ("apply", None),
 }
 
@@ -123,7 +123,11 @@ def survivor_inside(events: Sequence[Event], fault: Event) -> bool:
     Inside reduce means: the collectives that sum the gradients were issued and not complete.
     """
     begun, left = _SPANS[fault["phase"]]
-    others = [e for e in events if e.step == fault.step and e.get("replica") not in (None, fault["replica"])]
+    salvage: bool | None = fault["phase"] == "salvage" if begun == "compute" else None  # both are told by the same events
+    others = [
+        e for e in events
+        if e.step == fault.step and e.get("replica") not in (None, fault["replica"]) and e.get("salvage") in (None, salvage)
+    ]
     for start in of_kind(others, begun):
         end = next((e for e in others if e.event == left and e.who == start.who and e.epoch == start.epoch), None)
         if seconds_between(start, fault) > 0 and (end is None or seconds_between(fault, end) > 0):

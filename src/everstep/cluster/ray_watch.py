@@ -1,15 +1,9 @@
-"""The ends of processes, told by the kernel: a pidfd for each worker of a node.
-
-A worker's death closes its connection to the coordinator, which notices within milliseconds. Not so if a child that it forked
-still holds the socket; its end is noticed here, as quickly. What neither sees (a node that is gone) falls silent.
-"""
+"""The ends of processes on every node of a Ray cluster: a pidfd for each worker (:class:`everstep.cluster.processes.ProcessWatch`)."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
-import select
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -19,63 +13,12 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from everstep.cluster.processes import ProcessWatch
+
 if TYPE_CHECKING:
-    from everstep.cluster.actor import ActorInfo
+    from everstep.cluster.host import WorkerInfo
 
 _ASK_S = 10.0
-
-class ProcessWatch:
-    """Calls ``on_end(worker)`` once for each watched process of this machine that ends, on a thread of its own."""
-
-    def __init__(self, on_end: Callable[[str], None]):
-        self._on_end = on_end
-        self._lock = threading.Lock()
-        self._workers: dict[int, str] = {}  # pidfd -> worker
-        self._poll = select.poll()
-        self._wake, wakes = socket.socketpair()
-        self._wakes = wakes
-        self._poll.register(wakes, select.POLLIN)
-        self._closed = False
-        self._thread = threading.Thread(target=self._loop, name="process-watch", daemon=True)
-        self._thread.start()
-
-    def add(self, worker: str, pid: int) -> None:
-        """Raises OSError where the kernel has no pidfd (Linux before 5.3)."""
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._on_end(worker)
-            return
-        with self._lock:
-            self._workers[fd] = worker
-            self._poll.register(fd, select.POLLIN)
-        self._wake.send(b"x")
-
-    def close(self) -> None:
-        self._closed = True
-        self._wake.send(b"x")
-        self._thread.join(5.0)
-        with self._lock:
-            for fd in self._workers:
-                os.close(fd)
-            self._workers.clear()
-        self._wake.close()
-        self._wakes.close()
-
-    def _loop(self) -> None:
-        while not self._closed:
-            ended = []
-            for fd, _ in self._poll.poll():
-                if fd == self._wakes.fileno():
-                    self._wakes.recv(64)
-                    continue
-                with self._lock:
-                    self._poll.unregister(fd)
-                    ended.append(self._workers.pop(fd))
-                os.close(fd)
-            for worker in ended:
-                if not self._closed:
-                    self._on_end(worker)
 
 
 class _NodeWatch:
@@ -103,7 +46,7 @@ class NodeWatches:
     ``infos``: worker -> where it runs. ``here``: the host name that counts as this machine.
     """
 
-    def __init__(self, infos: Mapping[str, ActorInfo], on_end: Callable[[str], None], here: str | None = None):
+    def __init__(self, infos: Mapping[str, WorkerInfo], on_end: Callable[[str], None], here: str | None = None):
         here = here or socket.gethostname()
         self._on_end, self._closed = on_end, False
         self._local = ProcessWatch(on_end)

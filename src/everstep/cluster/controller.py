@@ -1,0 +1,492 @@
+"""The controller: the process that runs the recipe, owns the coordinator, sends work to the workers, and collects results.
+
+How processes are started and reached is the host's business (:mod:`everstep.cluster.host`). Training itself, commits and deaths
+included, goes over the coordinator's channel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from everstep.checkpoint import saving
+from everstep.checkpoint.saving import SavedRun
+from everstep.checkpoint.sharded import Shard
+from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.dispatch import get_dispatch, ranks_of
+from everstep.cluster.group import StepResult, cut_slots
+from everstep.cluster.host import Host, ProcessEnded, WorkerSpec
+from everstep.cluster.owed import Owed
+from everstep.cluster.repair import Repair
+from everstep.cluster.results import combine, compare_hashes
+from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
+from everstep.cluster.worker import Formation, called_off
+from everstep.config import derive
+from everstep.config.schema import Config
+from everstep.engine.loss import LossSpec
+from everstep.errors import (
+    BadInput,
+    CoordinatorLost,
+    DeadlineExceeded,
+    EverstepError,
+    Fenced,
+    NotEnoughReplicas,
+    ReplicaBroken,
+)
+from everstep.recovery.commitlog import CommitLog
+from everstep.recovery.coordinator import Coordinator, Mode, State
+from everstep.recovery.faults import FaultInjector
+from everstep.recovery.proxy import Relay
+from everstep.recovery.server import CoordinatorServer
+from everstep.recovery.view import Kind, Member, Record
+from everstep.run_dir import RunDir
+from everstep.telemetry.events import EventLog
+
+T = TypeVar("T")
+_DEATH_CONFIRM_S = 30.0
+_POLL_S = 0.2
+_CALL_OFF_S = 10.0  # for the living ranks of a formation that lost one, to leave it
+
+
+class _Sharing:
+    """Hands each batch to the host once, however many ranks get it."""
+
+    def __init__(self, host: Host) -> None:
+        self.nbytes, self.seconds = 0, 0.0
+        self._host = host
+        self._shared: dict[int, tuple[Any, Any]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, TrainingBatch):
+            return value
+        if id(value) not in self._shared:
+            start = time.monotonic()
+            self._shared[id(value)] = (value, self._host.share(value))
+            self.seconds += time.monotonic() - start
+            self.nbytes += value.nbytes
+        return self._shared[id(value)][1]
+
+
+class Controller:
+    """The :class:`everstep.cluster.group.Group` of a run that has one controller. Closes ``host``, also if it cannot start."""
+
+    is_lead = True
+
+    def __init__(
+        self, config: Config, run_dir: RunDir, events: EventLog, host: Host, on_record: Callable[[Record], None] | None = None
+    ):
+        self.config, self._run_dir, self._events, self._host = config, run_dir, events, host
+        self.layout = derive.layout(config)
+        self._on_record = on_record or (lambda record: None)
+        self._reference = False
+        self.recipe_state: dict[str, Any] = {}
+        self._closed = False
+        self._repair: Repair | None = None
+        self._store: dist.Store | None = None
+        self._injector: FaultInjector | None = None
+        self._relays: dict[str, Relay] = {}
+        self._server: CoordinatorServer | None = None
+        self.dispatch_bytes, self.dispatch_seconds = 0, 0.0
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    # -- start and end -------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        config, recovery = self.config, self.config.recovery
+        host = self._host.address
+        log = CommitLog(self._run_dir.path / "commits.log")
+        # Without recovery the first death leaves fewer replicas than the run needs.
+        coordinator = Coordinator(
+            log.incarnation, 0, recovery.min_replicas if recovery.enabled else self.layout.replicas, Mode(recovery.mode),
+            recovery.standby_links_up_to if recovery.enabled else 0,
+        )
+        token = secrets.token_hex(16)
+        self._server = CoordinatorServer(
+            coordinator, log, self._events, token, recovery.silence_s, 2 * recovery.link_timeout_s,
+            place=self._place_of, on_phase=self._phase_entered, on_death=self._worker_died, on_record=self._recorded, host=host,
+            heartbeat_s=recovery.heartbeat_s, judge=judge(recovery), judge_every_s=judge_every_s(recovery), on_word=self._answered,
+        )
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        workers = self._start_workers(host, self._store.port, token)
+        per_replica = self.layout.ranks_per_replica
+        members = [
+            Member(replica, 0, tuple(workers[replica * per_replica : (replica + 1) * per_replica]))
+            for replica in range(self.layout.replicas)
+        ]
+        spares = workers[self.layout.world_size :]
+        self._repair = Repair(self, {m.replica: m for m in members}, spares, lambda: self._reference)
+        for worker in list(self._server.dead):  # it died before there was a repair to be told
+            self._repair.worker_died(worker)
+        self._host.watch(lambda worker: self.server.expel(worker, "process ended (pidfd)"))
+        infos = self._host.infos
+        target = LaunchedTarget(
+            lambda: self.server, self._place_of, self._host.signal, lambda w: f"{infos[w].pid} on {infos[w].host}",
+            lambda: self._repair.spares if self._repair else [], self._relays,
+        )
+        self._injector = FaultInjector(config.faults, target, self._events)
+        self._events.emit("spare_ready", spares=len(spares))
+        failed = self.form([
+            (worker, Formation(m.replica, rank, 0, m.workers, "weights", False))
+            for m in members for rank, worker in enumerate(m.workers)
+        ])
+        if failed:
+            raise NotEnoughReplicas("; ".join(f"worker {w} could not start: {cause}" for w, cause in sorted(failed.items())))
+        self._server.open(members)
+
+    def _start_workers(self, host: str, port: int, token: str) -> list[str]:
+        """All ranks, replica after replica, then the spares."""
+        workers = [f"w{i}" for i in range(self.layout.devices)]
+        for index in partition_victims(self.config, self.layout.ranks_per_replica, self.layout.world_size):
+            self._relays[workers[index]] = Relay(self._coordinator_address)
+        self._host.start([
+            WorkerSpec(
+                worker, self.config, self._relays[worker].address if worker in self._relays else self._coordinator_address, token,
+                (host, port), str(self._run_dir.events), str(self._run_dir.rank_log(index)),
+            )
+            for index, worker in enumerate(workers)
+        ])
+        return workers
+
+    @property
+    def _coordinator_address(self) -> tuple[str, int]:
+        assert self._server is not None
+        return self._server.address
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails
+            last_first.callback(self._host.close)
+            for relay in self._relays.values():
+                last_first.callback(relay.close)
+            if self._repair:
+                last_first.callback(self._repair.close)
+            if self._server:
+                last_first.callback(self._server.close)
+            self._store = None
+
+    # -- verbs ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def committed_step(self) -> int:
+        return self.server.coordinator.committed
+
+    @property
+    def server(self) -> CoordinatorServer:
+        assert self._server is not None
+        return self._server
+
+    def call(self, dispatch: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        start, sent = time.monotonic(), 0
+        while True:
+            self._check_alive()
+            self._prepare_faults(self.committed_step + 1)
+            view = self.server.coordinator.view
+            ranks = ranks_of(self.layout, view.contributors)
+            how = get_dispatch(dispatch)
+            how.validate(ranks, args, kwargs)
+            share = _Sharing(self._host)
+            pending: dict[Any, int] = {}
+            called: list[tuple[str, Member]] = []
+            for index, (rank, (a, kw)) in enumerate(zip(ranks, how.dispatch(ranks, args, kwargs), strict=True)):
+                member = view.member(rank.replica)
+                assert member is not None
+                worker, life = member.workers[rank.rank], (member.replica, member.build)
+                call = self._host.submit(worker, life, method, *[share(x) for x in a], **{k: share(x) for k, x in kw.items()})
+                pending[call] = index
+                called.append((worker, member))
+            sent += share.nbytes
+            results = self._gather(pending, called, method)
+            if results is not None:
+                seconds = time.monotonic() - start
+                self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + sent, self.dispatch_seconds + share.seconds
+                self._events.emit("call", method=method, dispatch=dispatch, sent_bytes=sent, seconds=seconds)
+                if method == "keep_reference":
+                    self._reference = True
+                return how.collect(ranks, results)
+
+    def _gather(self, calls: dict[Any, int], called: list[tuple[str, Member]], method: str) -> list[Any] | None:
+        """Results in the order of the ranks; None if a death voided the call (it is made again on those that are left).
+
+        ``called``: each worker, and the life of its replica that it was called in. A rank whose result does not come long after its
+        peers' is expelled (recovery.progress_timeout_s); recovery.call_timeout_s ends the whole call.
+        """
+        owed = Owed(self.server, self.config.recovery, f"the result of {method}")
+        pending = dict(calls)
+        results: list[Any] = [None] * len(called)
+        while pending:
+            for call in self._host.wait(pending, _POLL_S):
+                index = pending.pop(call)
+                worker, member = called[index]
+                owed.gave(worker, member)
+                try:
+                    results[index] = self._host.result(call, worker, method)
+                except (ProcessEnded, EverstepError) as error:
+                    if not self._is_death(worker, member, error):
+                        raise
+                    return None
+            view = self.server.coordinator.view
+            if any(view.member(member.replica) != member for _, member in called):
+                return None
+            owing = [called[index] for index in pending.values()]
+            owed.expel_overdue(owing)
+            if owed.waited(self.config.recovery.call_timeout_s) and owing:
+                owed.give_up_call([worker for worker, _ in owing], method)
+        return results
+
+    def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
+        step = self.committed_step + 1
+        slots = cut_slots(batch, self.config.train.micro_batch_size, self.layout.dp)
+        share = _Sharing(self._host)
+        shared = self._host.slots([[share(micro) for micro in slot] for slot in slots])
+        self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + share.nbytes, self.dispatch_seconds + share.seconds
+        self._prepare_faults(step)
+        self.server.begin(step, tuple(batch.sample_ids))
+        if self._injector:
+            self._injector.begins(step)
+        coordinator = self.server.coordinator
+        owed = Owed(self.server, self.config.recovery, f"its report of step {step}")
+        pending: dict[Any, tuple[str, Member]] = {}
+        called: set[Member] = set()  # a replica that comes back within the step is called in its new life
+        reports: dict[tuple[str, Member], Any] = {}
+        while True:
+            self._check_alive()
+            view = coordinator.view
+            if coordinator.committed < step:
+                for member in view.members:
+                    if member not in called:
+                        called.add(member)
+                        life = (member.replica, member.build)
+                        for worker in member.workers:
+                            call = self._host.submit(worker, life, "train_step", step, shared, loss, lr, temperature)
+                            pending[call] = worker, member
+            else:
+                owing = [(worker, member) for worker, member in pending.values() if view.member(member.replica) == member]
+                if not owing:
+                    break
+                owed.expel_overdue(owing)
+                if owed.waited(self.config.recovery.step_timeout_s):
+                    raise DeadlineExceeded(
+                        f"step {step} was committed, but workers {sorted(w for w, _ in owing)} did not report it in "
+                        f"{self.config.recovery.step_timeout_s:g} s (recovery.step_timeout_s); resume with resume=auto"
+                    )
+            if not pending:
+                time.sleep(0.01)  # the coordinator holds the step until a replica joins
+                continue
+            for call in self._host.wait(pending, _POLL_S):
+                worker, member = pending.pop(call)
+                owed.gave(worker, member)
+                try:
+                    reports[worker, member] = self._host.result(call, worker, f"step {step}")
+                except (ProcessEnded, EverstepError) as error:
+                    if not self._is_death(worker, member, error):
+                        raise
+        view = coordinator.view
+        finished = {w: r for (w, member), r in reports.items() if view.member(member.replica) == member}
+        if not finished:
+            raise NotEnoughReplicas(f"step {step} was committed but no rank that applied it is left; resume from the last checkpoint")
+        first_ranks = {self._place_of(w)[0]: r for w, r in finished.items() if self._place_of(w)[1] == 0}
+        return combine(step, list(finished.values()), list(first_ranks.values()), loss, lr, len(slots), view)
+
+    def once(self, function: Callable[..., T], *args: Any) -> T:
+        return function(*args)
+
+    def save(self, recipe_state: dict[str, Any]) -> Path:
+        def write(folder: Path) -> list[Shard]:
+            """The ranks of one replica write; if it breaks meanwhile, another one writes all of it again."""
+            while True:
+                self._check_alive()
+                self._prepare_faults(self.committed_step + 1)
+                view = self.server.coordinator.view
+                member = view.member(view.contributors[0])
+                assert member is not None
+                life = (member.replica, member.build)
+                calls = {self._host.submit(w, life, "save_shard", folder): i for i, w in enumerate(member.workers)}
+                shards = self._gather(calls, [(w, member) for w in member.workers], "save_shard")
+                if shards is not None:
+                    return shards
+                # Its living ranks may still write: two writers of one file would spoil it.
+                if not self._all_done(calls, _DEATH_CONFIRM_S):
+                    raise DeadlineExceeded(
+                        f"saving step {self.committed_step}: ranks of replica {member.replica}, which broke meanwhile, still write "
+                        f"into {folder} after {_DEATH_CONFIRM_S:g} s; the previous checkpoint is complete"
+                    )
+
+        state = SavedRun(self.committed_step, self._reference, recipe_state)
+        return saving.save(self._run_dir.checkpoints, state, self.layout, self.config.checkpoint.keep_last, write, self._events)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Before the first step only: every rank reads its shard; the coordinator continues from the checkpoint's step."""
+        saved = saving.read(path, self.layout)
+        self.call("pass_through", "load_shard", path, saved.step, saved.reference)
+        self._reference = saved.reference
+        self.server.restart_at(saved.step)
+        self.recipe_state = saved.recipe_state
+        return saved.recipe_state
+
+    def verify(self) -> str:
+        while True:
+            view = self.server.coordinator.view
+            hashes = self.call("pass_through", "state_hash")
+            if view.contributors == self.server.coordinator.view.contributors:
+                ranks = ranks_of(self.layout, view.contributors)
+                return compare_hashes(ranks, hashes, self.committed_step, self._events)
+
+    def status(self) -> dict[str, Any]:
+        coordinator = self.server.coordinator
+        view = coordinator.view
+        return {
+            "state": str(coordinator.state),
+            "epoch": str(view.epoch),
+            "committed_step": coordinator.committed,
+            "replicas": list(view.contributors),
+            "healing": sorted(view.healing),
+            "spares": len(self._repair.spares) if self._repair else 0,
+            "ranks": {
+                worker: {"replica": self._place_of(worker)[0], "rank": self._place_of(worker)[1], "step": said.step,
+                         "phase": said.phase, "pid": said.pid, "host": said.host}
+                for worker, said in self.server.progress.items() if worker not in self.server.dead
+            },
+        }
+
+    # -- deaths ----------------------------------------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        """Raise if the run cannot go on."""
+        server = self.server
+        if server.failure:
+            raise server.failure
+        coordinator = server.coordinator
+        causes = "; ".join(f"{w}: {cause}" for w, cause in sorted(server.dead.items()))
+        if coordinator.state is State.LOST:
+            raise NotEnoughReplicas(
+                f"no living replica holds step {coordinator.committed} ({causes}); resume from the last checkpoint with resume=auto"
+            )
+        if self._repair and self._repair.failure:
+            raise self._repair.failure
+        if coordinator.state is State.HELD and not self.config.recovery.enabled:
+            raise NotEnoughReplicas(f"recovery.enabled=false, and a rank died ({causes}); resume from the last checkpoint")
+        if coordinator.state is State.HELD and not self._repair_hopeful():
+            raise NotEnoughReplicas(
+                f"{len(coordinator.view.members)} replicas live, recovery.min_replicas={self.config.recovery.min_replicas} and no "
+                f"spare is left ({causes}); resume with resume=auto when there are devices"
+            )
+
+    def _repair_hopeful(self) -> bool:
+        coordinator = self.server.coordinator
+        repairing = self._repair and self._repair.hopeful(list(self.server.dead))
+        joining = coordinator.build and coordinator.build.joiner
+        return bool(repairing or joining or coordinator.waiting)
+
+    def _is_death(self, worker: str, member: Member, error: ProcessEnded | EverstepError) -> bool:
+        """Whether this error tells of a death (the worker's own, or one in its replica) rather than of a failed call.
+
+        ``member``: the life of its replica in which the worker was called.
+        """
+        over: Callable[[Coordinator], bool] = lambda c: c.view.member(member.replica) != member
+        if isinstance(error, ProcessEnded):
+            self.server.expel(worker, f"its process ended ({error})")
+            return True
+        if isinstance(error, ReplicaBroken):
+            return self.server.wait(over, _DEATH_CONFIRM_S)
+        if isinstance(error, CoordinatorLost):
+            self.server.expel(worker, f"fenced itself ({error})")
+            return True
+        return isinstance(error, Fenced) and over(self.server.coordinator)
+
+    def _worker_died(self, worker: str, cause: str) -> None:
+        if self._repair and not self._closed:
+            self._repair.worker_died(worker)
+
+    def _phase_entered(self, worker: str, step: int, phase: str) -> None:
+        if self._injector:
+            self._injector.on_phase(worker, step, phase)
+
+    def _recorded(self, record: Record) -> None:
+        if self._injector and record.kind is Kind.COMMIT:
+            self._injector.on_commit(record.step)
+        self._on_record(record)
+
+    def _answered(self, worker: str, number: int, word: str) -> None:
+        if self._injector:
+            self._injector.on_word(worker, number, word)
+
+    def _prepare_faults(self, step: int) -> None:
+        if self._injector:
+            self._injector.prepare(step)
+
+    def _place_of(self, worker: str) -> tuple[int, int]:
+        return self._repair.place(worker) if self._repair else (-1, -1)
+
+    @property
+    def unfired_faults(self) -> list[str]:
+        return self._injector.unfired if self._injector else []
+
+    # -- what repair needs (everstep.cluster.repair.Processes) ---------------------------------------------------------------------
+
+    def confirm_dead(self, worker: str) -> None:
+        self._host.end(worker)
+        replica, rank = self._place_of(worker)
+        self._events.emit("expel", replica=replica, rank=rank, worker=worker, cause=self.server.dead.get(worker, "repair"))
+
+    def form(self, formations: list[tuple[str, Formation]]) -> dict[str, str]:
+        calls = {self._host.submit(worker, None, "form", formation): worker for worker, formation in formations}
+        lives = {formation.life for _, formation in formations}
+        failed: dict[str, str] = {}
+        broken: dict[str, str] = {}  # alive, but without all others
+        end = time.monotonic() + self.config.recovery.reform_timeout_s
+        while calls:
+            for call in self._host.wait(calls, _POLL_S):
+                worker = calls.pop(call)
+                try:
+                    self._host.result(call, worker, "form")
+                except BadInput:
+                    raise
+                except ReplicaBroken as error:
+                    broken[worker] = str(error)
+                except (ProcessEnded, EverstepError) as error:
+                    failed[worker] = str(error)
+            for call in [c for c, worker in calls.items() if worker in self.server.dead]:
+                worker = calls.pop(call)
+                failed[worker] = self.server.dead[worker]
+            if self._closed:
+                raise Fenced("the group was closed while a replica was being formed")
+            if failed and lives:
+                assert self._store is not None
+                for life in lives:
+                    self._store.set(called_off(life), "1")
+                lives = set()
+                end = min(end, time.monotonic() + _CALL_OFF_S)
+            if calls and time.monotonic() > end:
+                reason = f"not formed in {self.config.recovery.reform_timeout_s:g} s (recovery.reform_timeout_s)"
+                return failed | {worker: reason for worker in calls.values()}
+        return failed or broken
+
+    def expel(self, worker: str, cause: str) -> None:
+        self.server.expel(worker, cause)
+
+    def announce(self, member: Member) -> None:
+        self.server.joiner(member)
+
+    def note(self, event: str, **fields: Any) -> None:
+        self._events.emit(event, **fields)
+
+    # -- parts -----------------------------------------------------------------------------------------------------------------
+
+    def _all_done(self, calls: Collection[Any], timeout_s: float) -> bool:
+        end, left = time.monotonic() + timeout_s, set(calls)
+        while left and time.monotonic() < end:
+            left -= set(self._host.wait(left, _POLL_S))
+        return not left

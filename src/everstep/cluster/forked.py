@@ -1,0 +1,208 @@
+"""Worker processes as children of this machine, forked from a server process that has done the imports: tens of milliseconds each.
+
+For many short runs one after the other (exactness under hundreds of faults, the soak): controller, coordinator, worker and
+transaction are those of any other run. On the CPU only; CUDA survives no fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing as mp
+import os
+import pickle
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_futures
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from everstep.cluster import environment
+from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.group import ListSlots
+from everstep.cluster.host import ProcessEnded, WorkerInfo, WorkerSpec, make_worker
+from everstep.cluster.processes import ProcessWatch, signal_pid, wait_gone
+from everstep.config.schema import Config
+from everstep.errors import BadInput, DeadlineExceeded, EverstepError
+
+if TYPE_CHECKING:
+    from everstep.cluster.worker import Life
+
+PRELOAD = [
+    "everstep.cluster.worker",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen3.modeling_qwen3",
+]
+_START_S = 60.0
+_END_S = 30.0
+_PR_SET_PDEATHSIG = 1
+
+
+def context() -> Any:
+    """The multiprocessing context of the server process, which sees no accelerator and computes with one thread."""
+    made = mp.get_context("forkserver")
+    made.set_forkserver_preload(PRELOAD)
+    with _environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""):
+        forkserver.ensure_running()  # the server, and with it every child, keeps this environment
+    return made
+
+
+class _Child:
+    """One worker process and the calls it owes. Two threads, so that a frozen one holds nobody up: one feeds it, one listens."""
+
+    def __init__(self, spec: WorkerSpec, env: dict[str, str]):
+        self.pipe, theirs = mp.Pipe()
+        self.process = context().Process(target=_serve, args=(spec, env, theirs), name=spec.worker_id, daemon=True)
+        self.process.start()
+        theirs.close()
+        self.started: Future[Any] = Future()
+        self._lock = threading.Lock()
+        self._calls: dict[int, Future[Any]] = {-1: self.started}
+        self._number = 0
+        self._ended = False
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        for loop in (self._feed, self._listen):
+            threading.Thread(target=loop, name=f"{spec.worker_id}{loop.__name__}", daemon=True).start()
+
+    def submit(self, *call: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._ended:
+                future.set_exception(ProcessEnded("it had ended before the call"))
+                return future
+            number, self._number = self._number, self._number + 1
+            self._calls[number] = future
+        self._outbox.put(pickle.dumps((number, *call)))
+        return future
+
+    def _feed(self) -> None:
+        with contextlib.suppress(OSError):  # its end is the listener's business
+            while (message := self._outbox.get()) is not None:
+                self.pipe.send_bytes(message)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                number, error, value = pickle.loads(self.pipe.recv_bytes())
+                with self._lock:
+                    future = self._calls.pop(number)
+                if error is None:
+                    future.set_result(value)
+                else:
+                    future.set_exception(error)
+        self._outbox.put(None)
+        with self._lock:
+            self._ended = True
+            owed, self._calls = list(self._calls.values()), {}
+        for future in owed:
+            future.set_exception(ProcessEnded(f"process {self.process.pid} closed its pipe"))
+
+
+class ForkedHost:
+    """The :class:`everstep.cluster.host.Host` whose workers are processes of this machine."""
+
+    address = "127.0.0.1"
+
+    def __init__(self, config: Config):
+        if config.device == "cuda":
+            raise BadInput("device=cuda: processes that are forked cannot use CUDA; use device=cpu")
+        self._env = environment.worker_environment(config.model_copy(update={"device": "cpu"}))
+        self._children: dict[str, _Child] = {}
+        self._watch: ProcessWatch | None = None
+        self.infos: dict[str, WorkerInfo] = {}
+
+    def start(self, specs: Sequence[WorkerSpec]) -> None:
+        for spec in specs:
+            env = self._env | {"MASTER_ADDR": spec.store[0], "MASTER_PORT": str(spec.store[1]), "LOCAL_RANK": "0"}
+            self._children[spec.worker_id] = _Child(spec, env)
+        end = time.monotonic() + _START_S
+        for spec in specs:
+            child = self._children[spec.worker_id]
+            try:
+                child.started.result(max(1.0, end - time.monotonic()))
+            except TimeoutError:
+                raise DeadlineExceeded(f"worker {spec.worker_id} was not ready in {_START_S:g} s; see {spec.log_path}") from None
+            pid = child.process.pid
+            self.infos[spec.worker_id] = WorkerInfo(spec.worker_id, pid, socket.gethostname(), socket.gethostname())
+
+    def watch(self, on_end: Callable[[str], None]) -> None:
+        self._watch = ProcessWatch(on_end)
+        for worker, info in self.infos.items():
+            self._watch.add(worker, info.pid)
+
+    def share(self, batch: TrainingBatch) -> TrainingBatch:
+        return batch
+
+    def slots(self, shared: list[list[Any]]) -> ListSlots:
+        return ListSlots(shared)
+
+    def submit(self, worker: str, life: Life | None, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        return self._children[worker].submit(life, method, args, kwargs)
+
+    def wait(self, pending: Collection[Any], timeout_s: float) -> list[Any]:
+        return list(wait_futures(pending, timeout_s, FIRST_COMPLETED).done)
+
+    def result(self, pending: Any, worker: str, what: str) -> Any:
+        return pending.result(0)
+
+    def signal(self, worker: str, number: int) -> None:
+        signal_pid(self.infos[worker].pid, number)
+
+    def end(self, worker: str) -> None:
+        if (pid := self._children[worker].process.pid) is not None:
+            signal_pid(pid, signal.SIGKILL)
+            wait_gone(worker, pid, _END_S)
+
+    def close(self) -> None:
+        if self._watch:
+            self._watch.close()
+        for child in self._children.values():
+            signal_pid(child.process.pid, signal.SIGKILL)
+        for worker, child in self._children.items():
+            wait_gone(worker, child.process.pid, _END_S)
+            child.process.join(_END_S)
+            child.process.close()
+
+
+def _serve(spec: WorkerSpec, env: dict[str, str], pipe: Connection) -> None:
+    """The process of one worker: its calls, one after the other."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the server process ends with the controller
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from the terminal it goes to all; the controller ends us in order
+    os.environ.update(env)
+    try:
+        worker = make_worker(spec)
+    except EverstepError as error:
+        pipe.send_bytes(pickle.dumps((-1, error, None)))
+        os._exit(1)
+    pipe.send_bytes(pickle.dumps((-1, None, None)))
+    while True:
+        try:
+            number, life, method, args, kwargs = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            os._exit(0)  # without the interpreter's shutdown: groups of a broken world may wait in their destructors
+        try:
+            answer = (number, None, worker.run(method, args, kwargs, life))
+        except EverstepError as error:
+            answer = (number, error, None)  # type: ignore[assignment]
+        pipe.send_bytes(pickle.dumps(answer))
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    kept = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

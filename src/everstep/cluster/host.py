@@ -1,0 +1,125 @@
+"""What the controller needs of whatever starts and reaches worker processes, and how such a process makes its worker.
+
+:class:`everstep.cluster.ray.RayHost` has Ray actors on any number of nodes; :class:`everstep.cluster.forked.ForkedHost` forks children
+of this machine from a process that has done the imports. Both run the same :class:`everstep.cluster.worker.Worker`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from everstep.cluster.batch import TrainingBatch
+from everstep.config.schema import Config
+
+if TYPE_CHECKING:
+    from everstep.cluster.worker import Life, Slots, Worker
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a worker process needs to start. ``coordinator`` and ``store``: (host, port)."""
+
+    worker_id: str
+    config: Config
+    coordinator: tuple[str, int]
+    token: str
+    store: tuple[str, int]
+    events_dir: str
+    log_path: str
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    worker_id: str
+    pid: int
+    host: str
+    node_id: str
+
+
+class ProcessEnded(Exception):
+    """The worker that owes a result has no process any more. The message is the system's word on it."""
+
+
+class Host(Protocol):
+    """Workers by their ids. A *pending* is the promise of one call's result: hashable, of whatever kind the host likes."""
+
+    address: str  # of this machine, as workers reach it
+
+    @property
+    def infos(self) -> Mapping[str, WorkerInfo]:
+        """Of the workers that started."""
+
+    def start(self, specs: Sequence[WorkerSpec]) -> None:
+        """One process for each, imports done. Raises BadInput (no room), DeadlineExceeded, or what a worker raised."""
+
+    def watch(self, on_end: Callable[[str], None]) -> None:
+        """Call ``on_end(worker)`` on another thread as soon as a worker's process ends, from now on."""
+
+    def share(self, batch: TrainingBatch) -> Any:
+        """What stands for a batch in ``submit``, sent once however many workers get it."""
+
+    def slots(self, shared: list[list[Any]]) -> Slots:
+        """A step's slots (micro-batches by inner data-parallel rank), of what ``share`` returned."""
+
+    def submit(self, worker: str, life: Life | None, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Begin a public method of the worker; a worker does one call after the other. ``life``: whom it is meant for."""
+
+    def wait(self, pending: Collection[Any], timeout_s: float) -> list[Any]:
+        """Those that are done, as soon as one is; none after ``timeout_s``."""
+
+    def result(self, pending: Any, worker: str, what: str) -> Any:
+        """Of one that is done. Raises ProcessEnded, or an EverstepError: the worker's own if it was typed, else WorkerFailed."""
+
+    def signal(self, worker: str, number: int) -> None:
+        """Send a signal to the worker's process. Nothing happens if it is gone."""
+
+    def end(self, worker: str) -> None:
+        """Kill the worker's process; returns once it can do no more harm (rule 8). Raises DeadlineExceeded."""
+
+    def close(self) -> None:
+        """End all processes, whatever state they are in."""
+
+
+def make_worker(spec: WorkerSpec) -> Worker:
+    """In the worker's own process: its output goes to its log from now on, its device is ready, its channel connected."""
+    _redirect_output(Path(spec.log_path))
+    warnings.filterwarnings("ignore", module=r"torch|megatron|transformers")  # advice to developers of those
+
+    import torch
+
+    from everstep.cluster.device import choose_device
+    from everstep.cluster.worker import Worker
+    from everstep.engine import cpu
+    from everstep.engine.groups import NCCL_ENVIRONMENT
+    from everstep.recovery.control import Control
+    from everstep.telemetry.events import EventLog
+
+    os.environ.update(NCCL_ENVIRONMENT)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    device = choose_device(spec.config)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)  # the context is made now, not in the first step of a spare
+    else:
+        cpu.apply()
+    recovery = spec.config.recovery
+    control = Control(spec.coordinator, spec.token, spec.worker_id, recovery.heartbeat_s, fence_s=recovery.fence_s)
+    events = EventLog(Path(spec.events_dir) / f"{spec.worker_id}.jsonl", spec.worker_id)
+    return Worker(spec.config, spec.worker_id, device, control, spec.store, events)
+
+
+def _redirect_output(path: Path) -> None:
+    """Everything this process prints, from Python or from C++, goes to its own log file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)

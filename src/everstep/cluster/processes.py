@@ -1,0 +1,94 @@
+"""Processes of this machine by their pid: signals, whether they run, and their ends as the kernel tells them.
+
+A worker's death closes its connection to the coordinator, which notices within milliseconds. Not so if a child that it forked
+still holds the socket; its end is noticed here, as quickly. What neither sees (a node that is gone) falls silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from everstep.errors import DeadlineExceeded
+
+
+def signal_pid(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it is gone already, which is what a kill wants
+        os.kill(pid, number)
+
+
+def pid_runs(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_gone(worker: str, pid: int, timeout_s: float) -> None:
+    """Returns once the process has ended. Raises DeadlineExceeded."""
+    end = time.monotonic() + timeout_s
+    while pid_runs(pid):
+        if time.monotonic() > end:
+            raise DeadlineExceeded(f"worker {worker} (process {pid} on {socket.gethostname()}) did not die within {timeout_s:g} s")
+        time.sleep(0.002)
+
+
+class ProcessWatch:
+    """Calls ``on_end(worker)`` once for each watched process of this machine that ends, on a thread of its own."""
+
+    def __init__(self, on_end: Callable[[str], None]):
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._workers: dict[int, str] = {}  # pidfd -> worker
+        self._poll = select.poll()
+        self._wake, wakes = socket.socketpair()
+        self._wakes = wakes
+        self._poll.register(wakes, select.POLLIN)
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop, name="process-watch", daemon=True)
+        self._thread.start()
+
+    def add(self, worker: str, pid: int) -> None:
+        """Raises OSError where the kernel has no pidfd (Linux before 5.3)."""
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._on_end(worker)
+            return
+        with self._lock:
+            self._workers[fd] = worker
+            self._poll.register(fd, select.POLLIN)
+        self._wake.send(b"x")
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake.send(b"x")
+        self._thread.join(5.0)
+        with self._lock:
+            for fd in self._workers:
+                os.close(fd)
+            self._workers.clear()
+        self._wake.close()
+        self._wakes.close()
+
+    def _loop(self) -> None:
+        while not self._closed:
+            ended = []
+            for fd, _ in self._poll.poll():
+                if fd == self._wakes.fileno():
+                    self._wakes.recv(64)
+                    continue
+                with self._lock:
+                    self._poll.unregister(fd)
+                    ended.append(self._workers.pop(fd))
+                os.close(fd)
+            for worker in ended:
+                if not self._closed:
+                    self._on_end(worker)

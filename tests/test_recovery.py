@@ -22,6 +22,7 @@ from everstep.recovery import heal
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.control import Control
 from everstep.recovery.coordinator import Coordinator, State
+from everstep.recovery.desk import Listener
 from everstep.recovery.link import Link, Links
 from everstep.recovery.replica import ReplicaWorld
 from everstep.recovery.server import CoordinatorServer
@@ -47,8 +48,8 @@ def until(condition, within_s: float = 5.0) -> bool:
 def serve(folder: Path, replicas: int = 2, silence_s: float = 30.0, heartbeat_s: float = 1.0) -> tuple[CoordinatorServer, list[Member]]:
     log = CommitLog(folder / "commits.log")
     server = CoordinatorServer(
-        Coordinator(log.incarnation), log, EventLog(folder / "lead.jsonl", "lead"), "secret", silence_s, 10.0, place=lambda w: (0, 0),
-        on_phase=lambda *a: None, on_death=lambda *a: None, on_record=lambda r: None, heartbeat_s=heartbeat_s,
+        Coordinator(log.incarnation), log, EventLog(folder / "lead.jsonl", "lead"), Listener(lambda worker: (0, 0)), "secret", silence_s,
+        10.0, heartbeat_s=heartbeat_s,
     )
     return server, [Member(r, 0, (f"w{r}",)) for r in range(replicas)]
 

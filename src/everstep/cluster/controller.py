@@ -42,6 +42,7 @@ from everstep.errors import (
 )
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.coordinator import Coordinator, Mode, State
+from everstep.recovery.desk import Listener
 from everstep.recovery.faults import FaultInjector
 from everstep.recovery.proxy import Relay
 from everstep.recovery.server import CoordinatorServer
@@ -112,10 +113,10 @@ class Controller:
             recovery.standby_links_up_to if recovery.enabled else 0,
         )
         token = secrets.token_hex(16)
+        listener = Listener(self._place_of, self._phase_entered, self._worker_died, self._recorded, self._answered)
         self._server = CoordinatorServer(
-            coordinator, log, self._events, token, recovery.silence_s, 2 * recovery.link_timeout_s,
-            place=self._place_of, on_phase=self._phase_entered, on_death=self._worker_died, on_record=self._recorded, host=host,
-            heartbeat_s=recovery.heartbeat_s, judge=judge(recovery), judge_every_s=judge_every_s(recovery), on_word=self._answered,
+            coordinator, log, self._events, listener, token, recovery.silence_s, 2 * recovery.link_timeout_s, host,
+            recovery.heartbeat_s, judge(recovery), judge_every_s(recovery),
         )
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         workers = self._start_workers(host, self._store.port, token)

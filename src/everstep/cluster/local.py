@@ -37,6 +37,7 @@ from everstep.errors import BadInput
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.control import Control
 from everstep.recovery.coordinator import Coordinator
+from everstep.recovery.desk import Listener
 from everstep.recovery.faults import FaultInjector
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Kind, Member, Record
@@ -111,11 +112,10 @@ class LocalGroup:
             on_record: Callable[[Record], None] = lambda record: (
                 injector.on_commit(record.step) if record.kind is Kind.COMMIT else None
             )
+            listener = Listener(place, injector.on_phase, on_record=on_record, on_word=injector.on_word)
             self._server = server = CoordinatorServer(
-                Coordinator(log.incarnation, 0, 1), log, self._events, token, self.config.recovery.silence_s,
-                2 * self.config.recovery.link_timeout_s, place=place, on_phase=injector.on_phase,
-                on_death=lambda worker, cause: None, on_record=on_record, host=host, heartbeat_s=recovery.heartbeat_s,
-                judge=judge(recovery), judge_every_s=judge_every_s(recovery), on_word=injector.on_word,
+                Coordinator(log.incarnation, 0, 1), log, self._events, listener, token, recovery.silence_s,
+                2 * recovery.link_timeout_s, host, recovery.heartbeat_s, judge(recovery), judge_every_s(recovery),
             )
             shared = [(server.address, token)]
             dist.broadcast_object_list(shared)

@@ -1,0 +1,243 @@
+"""The coordinator's desk: takes the ranks' messages, lets the pure :class:`Coordinator` decide, makes it durable, publishes.
+
+Order of one event: decide -> fsync the commit record -> hand the records to every connection, all under one lock, so that
+every rank sees the same log. The single line that makes a step durable is ``self._log.write(record)``. How messages come and go is
+not known here: :mod:`everstep.recovery.server` has sockets.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from everstep.errors import EverstepError, WorkerFailed
+from everstep.recovery import wire
+from everstep.recovery.coordinator import Coordinator
+from everstep.recovery.progress import Judge
+from everstep.recovery.view import Kind, Member, Record, Vote
+from everstep.telemetry.events import EventLog
+
+
+@dataclass
+class Progress:
+    """What a rank last said of itself. ``heard`` is this machine's monotonic clock."""
+
+    heard: float
+    step: int = 0
+    phase: str = "idle"
+    pid: int = 0
+    host: str = ""
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+class Session(Protocol):
+    """One rank's connection. Messages that are put arrive in that order; nothing here waits for them."""
+
+    def put(self, message: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class DurableLog(Protocol):
+    def write(self, record: Record) -> None:
+        """Returns once the record is on disk. Raises OSError."""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who is told what. Called outside the desk's lock, on whatever thread the event came; must not block.
+
+    ``place(worker)``: (replica, rank), (-1, -1) for a spare. ``on_phase(worker, step, phase)`` when a rank enters a phase (fault
+    injection listens here), ``on_death(worker, cause)`` once for every worker that is expelled (its process must then be killed and
+    confirmed dead: rule 8), ``on_record`` for every record published, ``on_word(worker, number, word)`` when a rank answers an order
+    of fault injection.
+    """
+
+    place: Callable[[str], tuple[int, int]]
+    on_phase: Callable[[str, int, str], None] = lambda worker, step, phase: None
+    on_death: Callable[[str, str], None] = lambda worker, cause: None
+    on_record: Callable[[Record], None] = lambda record: None
+    on_word: Callable[[str, int, str], None] = lambda worker, number, word: None
+
+
+class Desk:
+    """``sessions`` are added by whoever accepts connections. ``judge``: finds ranks that make no progress (None: nobody does)."""
+
+    def __init__(
+        self, coordinator: Coordinator, log: DurableLog, events: EventLog, listener: Listener, judge: Judge | None = None
+    ):
+        self.coordinator, self._log, self._events, self._listener, self._judge = coordinator, log, events, listener, judge
+        self._changed = threading.Condition(threading.RLock())
+        self._sessions: dict[str, Session] = {}
+        self._latest: dict[str, Any] | None = None  # the last view or commit, for a rank that connects later
+        self._healing: frozenset[int] = frozenset()
+        self.progress: dict[str, Progress] = {}
+        self.dead: dict[str, str] = {}
+        self.failure: EverstepError | None = None
+        self._closed = False
+
+    # -- for the controller ---------------------------------------------------------------------------------------------
+
+    def open(self, members: list[Member]) -> None:
+        with self._changed:
+            self._event(lambda: self.coordinator.open(members))
+            for worker in [w for m in members for w in m.workers if w in self.dead]:  # it died after it was formed
+                self._event(lambda dead=worker: self.coordinator.death(dead, self.dead[dead]))  # type: ignore[misc]
+
+    def restart_at(self, step: int) -> None:
+        """The members hold step ``step`` of a checkpoint; only before the first step of this run."""
+        self._event(lambda: self.coordinator.restart_at(step))
+
+    def begin(self, step: int, samples: tuple[str, ...]) -> None:
+        with self._changed:
+            self.coordinator.begin(step, samples)
+        view = self.coordinator.view
+        self._events.emit("begin", step=step, epoch=view.epoch.key, members=list(view.replicas), samples=list(samples))
+
+    def joiner(self, member: Member) -> None:
+        """Announce a formed replica. One that lost a rank again in the meantime is not announced: its repair is under way."""
+        with self._changed:
+            if not any(worker in self.dead for worker in member.workers):
+                self._event(lambda: self.coordinator.joiner(member))
+
+    def expel(self, worker: str, cause: str) -> None:
+        """Take a worker out of every view. Idempotent; returns after the new view is published."""
+        with self._changed:
+            if worker in self.dead or self._closed:
+                return
+            self.dead[worker] = cause
+            session = self._sessions.pop(worker, None)
+        replica, rank = self._listener.place(worker)
+        self._events.emit("death", step=self.coordinator.committed + 1, epoch=self.coordinator.view.epoch.key,
+                          replica=replica, rank=rank, worker=worker, cause=cause)
+        self._event(lambda: self.coordinator.death(worker, cause))
+        if session:
+            session.close()
+        self._listener.on_death(worker, cause)
+
+    def wait(self, condition: Callable[[Coordinator], bool], timeout_s: float) -> bool:
+        """Wait until ``condition`` holds after some event; False at the deadline. Raises the stored failure."""
+        with self._changed:
+            held = self._changed.wait_for(lambda: self.failure is not None or condition(self.coordinator), timeout_s)
+            if self.failure:
+                raise self.failure
+            return held
+
+    def order(self, worker: str, message: dict[str, Any]) -> bool:
+        """Send a message to one rank; False if it is not connected."""
+        with self._changed:
+            session = self._sessions.get(worker)
+            if session:
+                session.put(message)
+            return session is not None
+
+    def connected(self, worker: str) -> bool:
+        return worker in self._sessions
+
+    # -- the order of an event --------------------------------------------------------------------------------------------
+
+    def _event(self, decide: Callable[[], list[Record]]) -> None:
+        with self._changed:
+            if self._closed or self.failure:
+                return
+            try:
+                records = decide()
+                for record in records:
+                    message = {"type": "record", "record": record.to_json()}
+                    if record.kind is not Kind.BUILD:
+                        self._log.write(record)
+                        self._latest = message
+                    self._note(record)
+                    for session in self._sessions.values():
+                        session.put(message)
+            except EverstepError as error:
+                return self._fail(error)
+            except OSError as error:
+                return self._fail(WorkerFailed(
+                    f"step {self.coordinator.committed}: the commit record or event log could not be written ({error}); nobody "
+                    "was told of it. Free space, then resume with resume=auto"
+                ))
+            self._changed.notify_all()
+        for record in records:
+            self._listener.on_record(record)
+
+    def _fail(self, error: EverstepError) -> None:
+        """Nothing is decided any more; the recipe raises ``error`` at its next look."""
+        with self._changed:
+            self.failure = self.failure or error
+            self._changed.notify_all()
+
+    def _note(self, record: Record) -> None:
+        view, members = record.view, list(record.view.replicas)
+        if self._judge and record.kind is not Kind.BUILD:
+            self._judge.view(view.members, view.healing, time.monotonic())
+        match record.kind:
+            case Kind.COMMIT:
+                assert record.epoch is not None
+                self._events.emit("commit", step=record.step, epoch=record.epoch.key, kind=str(record.outcome),
+                                  members=members, samples=list(record.samples), divisor=record.divisor,
+                                  next_epoch=view.epoch.key, healing=sorted(view.healing), deal=view.deal.number,
+                                  dealt=list(view.deal.replicas))
+                for replica in sorted(self._healing - view.healing):
+                    if view.member(replica):
+                        self._events.emit("join", step=record.step, epoch=view.epoch.key, replica=replica,
+                                          members=list(view.contributors))
+                self._healing = view.healing
+            case Kind.VIEW:
+                self._events.emit("view", step=view.committed, epoch=view.epoch.key, members=members,
+                                  healing=sorted(view.healing), cause=record.cause, deal=view.deal.number,
+                                  dealt=list(view.deal.replicas))
+                self._healing = view.healing
+            case Kind.BUILD:
+                self._events.emit("link_build", link=view.link_id, members=members)
+
+    # -- what ranks say ---------------------------------------------------------------------------------------------------
+
+    def connect(self, worker: str, session: Session, pid: int, host: str) -> bool:
+        """A rank's connection; False if it is refused: the worker is expelled, or has one already."""
+        with self._changed:
+            if self._closed or worker in self.dead or worker in self._sessions:
+                return False
+            if self._latest:
+                session.put(self._latest)
+            self._sessions[worker] = session
+            self.progress[worker] = Progress(time.monotonic(), pid=pid, host=host)
+            self._changed.notify_all()
+            return True
+
+    def receive(self, worker: str, message: dict[str, Any]) -> None:
+        progress = self.progress[worker]
+        progress.heard = time.monotonic()
+        match message["type"]:
+            case "progress":
+                entered = (message["step"], message["phase"]) != (progress.step, progress.phase)
+                progress.step, progress.phase = message["step"], message["phase"]
+                progress.detail = message.get("detail", {})
+                self._judge_hears(worker, progress.step, progress.phase, bool(message.get("waits")))
+                if entered:
+                    self._listener.on_phase(worker, progress.step, progress.phase)
+            case "vote":
+                vote = Vote.from_json(message["vote"])
+                self._judge_hears(worker, vote.step, "voted", True)
+                self._event(lambda: self.coordinator.vote(vote))
+            case "link_ready":
+                self._event(lambda: self.coordinator.link_ready(worker, message["link_id"]))
+            case "link_failed":
+                self._event(lambda: self.coordinator.link_failed(message["link_id"], message["cause"], message["void"]))
+            case "bye":
+                with self._changed:
+                    self._sessions.pop(worker, None)  # it leaves in order; what follows is no death
+            case "dying":
+                self.expel(worker, message["cause"])
+            case "fault":
+                self._listener.on_word(worker, message["number"], message["word"])
+            case other:
+                raise wire.Closed(f"unknown message type {other!r}")
+
+    def _judge_hears(self, worker: str, step: int, phase: str, waits: bool) -> None:
+        if self._judge:
+            with self._changed:
+                self._judge.entered(worker, step, phase, time.monotonic(), waits)

@@ -23,6 +23,7 @@ from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.control import Control
 from everstep.recovery.coordinator import Coordinator, State
 from everstep.recovery.desk import Listener
+from everstep.recovery.healing import Healing
 from everstep.recovery.link import Link, Links
 from everstep.recovery.replica import ReplicaWorld
 from everstep.recovery.server import CoordinatorServer
@@ -302,13 +303,14 @@ def _half_healed(rank: int, folder: str) -> str:
     store = dist.HashStore()
     state = Numbers(0.0, None, False)
     events = EventLog(Path(folder) / f"w{rank}.jsonl", f"w{rank}")
+    healing = Healing(1, rank, store, "127.0.0.1", state, 10.0, events)
+    links = Links(lambda n, r: None, 1.0)  # type: ignore[arg-type,return-value]
     transaction = Transaction(
-        RecoveryConfig(), 1, rank, f"1{'ab'[rank]}", control, Links(lambda n, r: None, 1.0), ReplicaWorld("1", 2, 20.0, never), store,  # type: ignore[arg-type,return-value]
-        state, events,
+        RecoveryConfig(), 1, 1, rank, f"1{'ab'[rank]}", control, links, ReplicaWorld("1", 2, 20.0, never), healing, state, events,
     )
 
     def source() -> None:
-        with heal.HealStream(transaction._stream_name(view, 1), store, 10.0, never) as stream:
+        with heal.HealStream(healing._name(view, 1), store, 10.0, never) as stream:
             stream.serve("127.0.0.1")
             if rank == 0:
                 heal.send(stream, Numbers(7.0, 4, False), 4)

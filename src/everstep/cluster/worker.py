@@ -31,6 +31,7 @@ from everstep.engine.step import Engine
 from everstep.errors import CoordinatorLost, DeadlineExceeded, EverstepError, ReplicaBroken, WorkerFailed
 from everstep.layout import Position
 from everstep.recovery.control import Control
+from everstep.recovery.healing import Healing
 from everstep.recovery.ledger import Contribution
 from everstep.recovery.link import Link, Links
 from everstep.recovery.replica import ReplicaWorld
@@ -252,8 +253,12 @@ class Worker:
         )
         self._links = Links(build, self.config.recovery.link_timeout_s)
         world = ReplicaWorld(str(replica), size, self.config.recovery.step_timeout_s, self._is_broken)
+        healing = Healing(
+            replica, rank, self.store, self.control.local_host, self._state, self.config.recovery.heal_timeout_s, self.events
+        )
         self._transaction = Transaction(
-            self.config.recovery, replica, rank, self.worker_id, self.control, self._links, world, self.store, self._state, self.events
+            self.config.recovery, replica, formation.build, rank, self.worker_id, self.control, self._links, world, healing,
+            self._state, self.events,
         )
         self.events.emit("form", epoch=self.control.epoch.key, replica=replica, rank=rank, build=formation.build, world_size=size)
         how = formation.start if formation.start == "peer" else self.config.model.init

@@ -387,13 +387,13 @@ class Fault(Section):
     rank: int = Field(0, ge=0, description="Victim's rank inside its replica; phase spare: which of the idle spares.")
     hold: bool = Field(
         False,
-        description="kill, stop: the victim stays where it enters the phase until the signal comes, so that its peers wait for it there; "
-        "else it runs on, and may have left the phase by then.",
+        description="kill, stop: the victim stays where it enters the phase, and the signal comes once a rank of another replica is in the "
+        "phase too (5 s at most), so that its peers wait for it there; else it runs on, and may have left the phase by then.",
     )
     delay_s: float = Field(
         0.0,
         ge=0,
-        description="Seconds between the victim's entry into the phase and the fault (not for nan, hang, oom, error).",
+        description="Seconds between the victim's entry into the phase (hold: its peer's too) and the fault (not for nan, hang, oom, error).",
     )
 
 

@@ -80,6 +80,11 @@ class Control:
         records = self._records
         return self._lost is not None or bool(records and records[-1].number > number)
 
+    def hears_within(self, number: int, timeout_s: float) -> bool:
+        """Waits for a record above ``number`` (or the loss of the coordinator); whether it came."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.newer_than(number), timeout_s)
+
     def wait_for(self, find: Callable[[list[Record]], Record | None], timeout_s: float, what: str) -> Record:
         end = time.monotonic() + timeout_s
         with self._changed:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,7 @@ OUTSIDE = frozenset({"kill", "stop", "partition"})
 THREAD = frozenset({"exit", "segv", "gil"})          # inside the victim, on a thread of its own
 AT_POINT = frozenset({"nan", "hang", "oom", "error"})  # inside the victim, on its main thread
 DEADLY = (OUTSIDE | THREAD | AT_POINT) - {"nan", "error"}  # cost the victim's process
+COMPANY_S = 5.0      # that a held victim waits for a survivor to enter its phase, before the signal is sent anyway
 ACKNOWLEDGE_S = 5.0  # for a victim to say that it holds its order, before the step begins without it
 
 _STEP = frozenset({"compute", "exchange", "salvage", "reduce", "vote", "apply", "heal"})
@@ -99,6 +100,7 @@ class FaultInjector:
         self._target, self._events = target, events
         self._changed = threading.Condition()
         self._ordered: set[tuple[int, str]] = set()
+        self._phases: dict[str, tuple[int, str]] = {}  # what each worker entered last
 
     @property
     def unfired(self) -> list[str]:
@@ -133,16 +135,26 @@ class FaultInjector:
 
     def on_phase(self, worker: str, step: int, phase: str) -> None:
         """A worker entered a phase."""
+        with self._changed:
+            self._phases[worker] = step, phase
         place = self._target.place(worker)
         for planned in self._open():
             fault = planned.fault
-            if fault.phase in ("spare", "commit") or (fault.replica, fault.rank) != place:
+            if fault.phase in ("spare", "commit"):
                 continue
+            mine = (fault.replica, fault.rank) == place
             if fault.kind not in OUTSIDE:
-                if self._is_due(fault, step) and planned.armed != worker:
+                if mine and self._is_due(fault, step) and planned.armed != worker:
                     self._order(planned, worker)  # it took the place after the step had begun
             elif fault.phase == phase and (fault.step == step or (phase == "heal" and step >= fault.step)):
-                self._later(planned, worker)
+                if mine and (not fault.hold or self._has_company(fault, step)):
+                    self._later(planned, worker)
+                elif mine:
+                    self._timer(COMPANY_S, self._later, planned, worker)
+                elif fault.hold and place[0] not in (-1, fault.replica):
+                    victim = self._target.workers_at(fault.replica, fault.rank)
+                    if victim and self._phases.get(victim) == (step, phase):  # it waits, and now it is not alone
+                        self._later(planned, victim)
 
     def on_commit(self, step: int) -> None:
         """Step ``step`` has been recorded."""
@@ -165,6 +177,12 @@ class FaultInjector:
             self._changed.notify_all()
 
     # -- parts -------------------------------------------------------------------------------------------------------------
+
+    def _has_company(self, fault: Fault, step: int) -> bool:
+        """Whether a rank of another replica is in the phase in which the victim waits."""
+        with self._changed:
+            there = [worker for worker, where in self._phases.items() if where == (step, fault.phase)]
+        return any(self._target.place(worker)[0] not in (-1, fault.replica) and self._target.lives(worker) for worker in there)
 
     def _open(self) -> list[_Planned]:
         with self._changed:
@@ -198,7 +216,11 @@ class FaultInjector:
             if planned.armed or planned.fired:
                 return
             planned.armed = worker
-        timer = threading.Timer(planned.fault.delay_s, self._strike, (planned, worker))
+        self._timer(planned.fault.delay_s, self._strike, planned, worker)
+
+    @staticmethod
+    def _timer(seconds: float, act: Callable[[_Planned, str], None], planned: _Planned, worker: str) -> None:
+        timer = threading.Timer(seconds, act, (planned, worker))
         timer.daemon = True
         timer.start()
 

@@ -274,13 +274,17 @@ class Links:
             _, link = self._links.get(view.link_id, (0, None))
         built = link is not None
         if link is None:
-            link = interruptible(lambda: self._build(view.link_id, view.replicas), stop, self._timeout_s, f"link {view.link_id}")
+            link = self._form(view.link_id, view.replicas, stop)
         with self._lock:
             self._links[view.link_id] = record.number, link
             kept = {view.link_id, *view.links}
             for name in [n for n, (number, _) in self._links.items() if n not in kept and number < record.number]:
                 self._links.pop(name)[1].drop()
         return link, built
+
+    def _form(self, name: str, replicas: Sequence[int], stop: Callable[[], bool]) -> Link:
+        link: Link = interruptible(lambda: self._build(name, replicas), stop, self._timeout_s, f"link {name}")
+        return link
 
     def drop_all(self) -> None:
         with self._lock:

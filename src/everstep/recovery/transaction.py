@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import struct
-import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -27,12 +26,12 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from everstep.config.schema import RecoveryConfig
 from everstep.errors import Fenced, LedgersDiffer, LinkBroken, ReplicaBroken
 from everstep.recovery import heal
 from everstep.recovery.control import Control
+from everstep.recovery.healing import Healing
 from everstep.recovery.ledger import Contribution, Inventory, Ledger, SlotLedger, SumLedger
 from everstep.recovery.link import Link, Links
 from everstep.recovery.replica import ReplicaWorld
@@ -99,16 +98,16 @@ class StepReport:
 
 class Transaction:
     def __init__(
-        self, config: RecoveryConfig, replica: int, rank: int, worker: str, control: Control, links: Links,
-        world: ReplicaWorld, store: dist.Store, state: heal.State, events: EventLog,
+        self, config: RecoveryConfig, replica: int, build: int, rank: int, worker: str, control: Control, links: Links,
+        world: ReplicaWorld, healing: Healing, state: heal.State, events: EventLog,
     ):
-        self._config, self._replica, self._rank, self._worker = config, replica, rank, worker
-        self._control, self._links, self._world, self._store = control, links, world, store
+        self._config, self._replica, self._build, self._rank, self._worker = config, replica, build, rank, worker
+        self._entered = False  # some view has had this life of the replica as a member
+        self._control, self._links, self._world, self._healing = control, links, world, healing
         self._state, self._events = state, events
         self._phase = Phase.IDLE
         self._seconds: dict[str, float] = {}
         self._since = 0.0
-        self._sender: threading.Thread | None = None
         self._computed = self._dealt = 0  # slots of the step in progress: computed by this replica, and first dealt to it
 
     def run(self, work: Work) -> StepReport:
@@ -144,31 +143,31 @@ class Transaction:
                     return self._finish(work, decision.outcome, total, attempts)
                 self._void(record, work.step, decision.cause)
         finally:
-            self._sender = None  # a sender of a voided attempt ends by itself: its epoch is over
+            self._healing.forget()
             self._enter(Phase.IDLE, work.step)
 
     def _await_next_view(self, record: Record, broken: LinkBroken) -> None:
         """Most broken links are explained by a death within milliseconds; if none is, the link itself is to blame."""
         void = isinstance(broken, LedgersDiffer)
-        end = time.monotonic() + (0.0 if void else LINK_GRACE_S)
-        while not self._control.newer_than(record.number) and time.monotonic() < end:
-            time.sleep(0.001)
-        if not self._control.newer_than(record.number):
+        if not self._control.hears_within(record.number, 0.0 if void else LINK_GRACE_S):
             self._control.link_failed(record.view.link_id, str(broken), void)
         self._control.after(record.number, self._config.step_timeout_s, "the next view after a broken link")
 
     # -- one attempt -----------------------------------------------------------------------------------------------------
 
     def _agree_on_view(self, step: int) -> Record:
-        """The newest record that any rank of my replica has seen; all ranks of the replica act on this one."""
+        """The newest record that any rank of my replica has seen; all ranks of the replica act on this one.
+
+        The call of a step may arrive before the view that lets this life of the replica in: that view is waited for.
+        """
         current = self._control.wait_for(
-            lambda records: records[-1] if records[-1].view.committed >= step - 1 else None,
-            self._config.step_timeout_s, f"the commit of step {step - 1}",
+            lambda records: records[-1] if records[-1].view.committed >= step - 1 and self._has_entered(records) else None,
+            self._config.step_timeout_s, f"the commit of step {step - 1}, and a view with build {self._build} of replica {self._replica}",
         )
         number = max(n for (n,) in self._world.agree((current.number,), f"the view of step {step}"))
         record = self._control.numbered(number, self._config.step_timeout_s)
         member = record.view.member(self._replica)
-        if member is None:
+        if member is None or member.build != self._build:
             raise ReplicaBroken(f"replica {self._replica} is not in view {record.view.epoch}: {record.cause}")
         if self._worker not in member.workers:
             raise Fenced(f"worker {self._worker} is not in view {record.view.epoch}: replica {self._replica} lives on without it")
@@ -177,6 +176,12 @@ class Transaction:
         self._tell("obey", step, record.view.epoch)
         return record
 
+    def _has_entered(self, records: list[Record]) -> bool:
+        self._entered = self._entered or any(
+            (member := r.view.member(self._replica)) is not None and member.build == self._build for r in records
+        )
+        return self._entered
+
     def _attempt(self, work: Work, record: Record, ledger: Ledger) -> Total:
         """Fill the ledger, complete it with the others, reduce, vote. Raises LinkBroken if the attempt is void."""
         view = record.view
@@ -184,13 +189,13 @@ class Transaction:
         if self._replica in view.healing:
             self._heal(view, stale)
         else:
-            self._serve_heal(view, stale)
+            self._healing.serve(view, stale)  # in the background, while I compute
         if ledger.open(view.deal.number):
             member = view.member(self._replica)
             mine = view.deal.share(member, work.slots) if member else ()
             self._dealt = self._dealt or len(mine)
             self._fill(Phase.COMPUTE, work, view, ledger, mine)
-        self._finish_sending()
+        self._healing.finish()
         while True:
             link, inventory = self._exchange(work, record, ledger, stale)
             if not inventory.missing:
@@ -284,54 +289,21 @@ class Transaction:
         return StepReport(work.step, outcome, total.sums.tolist(), total.grad_norm, attempts,
                           self._computed - self._dealt, dict(self._seconds))
 
-    # -- heal ---------------------------------------------------------------------------------------------------------------
-
     def _heal(self, view: View, stale: Callable[[], bool]) -> None:
         """Receive version ``view.committed`` from my position's peer, unless I hold it. The ranks of a replica heal together
         or not at all: one that went on to compute would wait in a collective for one that left the attempt."""
         source = view.heal_source(self._replica)
         self._enter(Phase.HEAL, view.committed + 1)
         self._tell("heal_start", view.committed, view.epoch, source=source)
-        name = self._stream_name(view, self._replica)
         broken = ""
         try:
-            with heal.HealStream(name, self._store, self._config.heal_timeout_s, stale) as stream:
-                healed = heal.receive(stream.join(), self._state, view.committed)
+            healed = self._healing.receive(view, stale)
             self._tell("heal_done", view.committed, view.epoch, source=source, heal_bytes=healed.nbytes, seconds=healed.seconds)
         except LinkBroken as error:
             broken = str(error)
         healed_all = self._world.agree((int(not broken),), f"the heal before step {view.committed + 1}")
         if not all(ok for (ok,) in healed_all):
             raise LinkBroken(broken or "another rank of this replica was not healed")
-
-    def _serve_heal(self, view: View, stale: Callable[[], bool]) -> None:
-        """If I am the source of joiners, stream my state in the background while I compute."""
-        joiners = [r for r in sorted(view.healing) if view.heal_source(r) == self._replica]
-        if joiners:
-            self._sender = threading.Thread(target=self._send_state, args=(view, joiners, stale), name="heal-source", daemon=True)
-            self._sender.start()
-
-    def _finish_sending(self) -> None:
-        """The joiner reduces only once it is healed, so nothing is lost by waiting here; and no kernel of the link spins on
-        this device while the last chunks are copied off it."""
-        sender, self._sender = self._sender, None
-        if sender:
-            sender.join(self._config.heal_timeout_s)
-
-    def _send_state(self, view: View, joiners: list[int], stale: Callable[[], bool]) -> None:
-        for joiner in joiners:
-            name = self._stream_name(view, joiner)
-            try:
-                with heal.HealStream(name, self._store, self._config.heal_timeout_s, stale) as stream:
-                    heal.send(stream.serve(self._control.local_host), self._state, view.committed)
-            except Exception as error:  # the end of a thread; the joiner sees its connection close, and reports that
-                if not stale():  # an attempt that is over needs no sender
-                    self._events.emit("error", step=view.committed, epoch=view.epoch.key, error=type(error).__name__,
-                                      message=f"heal source {name}: {error}")
-
-    def _stream_name(self, view: View, joiner: int) -> str:
-        member = view.member(joiner)
-        return f"{view.epoch}/{member}/{self._rank}"
 
     # -- telling ------------------------------------------------------------------------------------------------------------
 

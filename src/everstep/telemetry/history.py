@@ -9,6 +9,7 @@ acted (``begin``, ``vote``, ``fault``) or after (``commit`` once it is on disk, 
 
 from __future__ import annotations
 
+import bisect
 import functools
 import os
 import socket
@@ -67,20 +68,30 @@ class Record:
         return found
 
     @functools.cached_property
-    def _computed(self) -> dict[tuple[str, int | None, int, int], list[Event]]:
-        found: dict[tuple[str, int | None, int, int], list[Event]] = defaultdict(list)
+    def _computed(self) -> dict[tuple[str, int, int | None, int, int], list[Event]]:
+        found: dict[tuple[str, int, int | None, int, int], list[Event]] = defaultdict(list)
         for event in self.kind("computed"):
-            found[event.who, event.step, epoch_key(event.epoch)[0], event["deal"]].append(event)
+            found[event.who, self._life(event), event.step, epoch_key(event.epoch)[0], event["deal"]].append(event)
         return found
 
+    @functools.cached_property
+    def _formed(self) -> dict[str, list[float]]:
+        """When each process took a place in a replica. What it held before is void then."""
+        found: dict[str, list[float]] = defaultdict(list)
+        for event in self.kind("form"):
+            found[event.who].append(event.t_wall)
+        return found
+
+    def _life(self, event: Event) -> int:
+        return bisect.bisect_right(self._formed[event.who], event.t_wall)
+
     def computed_for(self, vote: Event) -> list[Event]:
-        """What the voter computed of the step, in the deal of its vote."""
-        return self._computed.get((vote.who, vote.step, epoch_key(vote.epoch)[0], vote["deal"]), [])
+        """What the voter computed of the step, in the deal of its vote and in the same life of its replica."""
+        return self._computed.get((vote.who, self._life(vote), vote.step, epoch_key(vote.epoch)[0], vote["deal"]), [])
 
     def of_attempt(self, kind: str, commit: Event) -> list[Event]:
         """Events of this kind that belong to the attempt (step, epoch) which the commit made final."""
         return self._by_attempt.get((kind, commit.step, epoch_key(commit.epoch)), [])
-
 
     def given_by_the_dead(self, vote: Event, rank: int, slots: set[int]) -> list[int]:
         """Those of ``slots`` that a rank computed, in the deal of this vote, whose replica died in the step before it could vote."""
@@ -88,7 +99,7 @@ class Record:
             return []
         died = {e["replica"] for e in self.kind("death") if e.step == vote.step}
         found: set[int] = set()
-        for (_, step, incarnation, deal), events in self._computed.items():
+        for (_, _, step, incarnation, deal), events in self._computed.items():
             if (step, incarnation, deal) == (vote.step, epoch_key(vote.epoch)[0], vote["deal"]):
                 found |= {s for e in events if e["rank"] == rank and e["replica"] in died for s in e["slots"]}
         return sorted(found & slots)

@@ -139,7 +139,7 @@ def _train(overrides: Sequence[str], folder: Path, env: dict[str, str]) -> subpr
 def _kills(args: argparse.Namespace, device: str, folder: Path) -> tuple[list[Kill], list[str]]:
     phases = args.phases.split(",")
     per_run = args.replicas - 1 + args.spares // args.tp
-    apart = 26 if device == "cuda" else 40  # steps, for a spare to be formed and healed in between
+    apart = 15 if device == "cuda" else 40  # steps, for a spare to be formed and healed in between
     kills: list[Kill] = []
     failures: list[str] = []
     for run in range(math.ceil(args.kills / per_run)):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -18,8 +19,12 @@ import pytest
 from tests.support.runs import ROOT, SFT, Finished, config, finish, gone
 from tests.test_faults import assert_invariants
 
+from everstep.cluster import namespaces
+from everstep.cluster import worker as worker_module
 from everstep.cluster.forked import ForkedHost
-from everstep.telemetry.events import epoch_key
+from everstep.engine import step as engine_step
+from everstep.recovery.faults import HELD_KINDS, UNHELD_PHASES
+from everstep.telemetry.events import epoch_key, seconds_between
 from everstep.telemetry.recoveries import survivor_inside
 
 pytestmark = [pytest.mark.timeout(300)]
@@ -52,7 +57,7 @@ class Row:
 
     @property
     def held(self) -> bool:
-        return self.hold and self.kind in ("kill", "stop") and self.phase not in ("commit", "heal")
+        return self.hold and self.kind in HELD_KINDS and self.phase not in UNHELD_PHASES
 
     @property
     def next_step(self) -> bool:
@@ -127,7 +132,7 @@ def check_rows(run: Finished, schedule: Schedule) -> None:
     computed = [e for e in run.kind("computed") if e.step == death.step and e["rank"] == 0]
     salvaged = sorted(s for e in computed if e["salvage"] for s in e["slots"])
     lost = [s for s in range(SLOTS) if s % len(members) == sorted(members).index(row.replica)]
-    gave_all = row.kind == "partition"  # cut off from the coordinator only, it computes and reduces with the others
+    gave_all = row.kind == "partition" and not row.held  # cut off from the coordinator only, it computes and reduces with the others
     assert salvaged == (lost if row.phase in SALVAGED and not gave_all else []), salvaged
     assert not [e for e in computed if not e["salvage"] and e["deal"] != computed[0]["deal"]], "the step was dealt anew"
     used = [e for e in run.kind("link_used") if e.step == death.step and epoch_key(e.epoch) > epoch_key(death.epoch)]
@@ -151,7 +156,7 @@ PHASES = ("compute", "exchange", "reduce", "vote", "apply")
 ONE_DEATH = [Schedule((Row(phase, replica),), spares) for phase in PHASES for replica in range(3) for spares in (1, 0)]
 AFTER_A_COMMIT = [Schedule((Row("commit", replica),), 1) for replica in range(3)]
 OTHER_ENDS = [
-    Schedule((Row(phase, replica, kind),))
+    Schedule((Row(phase, replica, kind, hold=kind != "partition"),))
     for replica, kind in enumerate(["stop", "exit", "segv", "gil", "oom", "hang", "partition"])
     for replica in [replica % 3] for phase in ("compute", "reduce")
 ]
@@ -185,3 +190,151 @@ def test_the_schedules_are_what_they_say():
 )
 def test_the_final_bits_are_those_of_an_undisturbed_run(schedule, model, tmp_path):
     prove(schedule, model, tmp_path)
+
+
+@pytest.mark.skipif(bool(namespaces.refusal()), reason=f"no network namespaces here: {namespaces.refusal()}")
+@pytest.mark.parametrize("phase", ["reduce", pytest.param("compute", marks=pytest.mark.full), pytest.param("vote", marks=pytest.mark.full)])
+def test_a_rank_whose_cable_is_pulled_leaves_the_bits(phase, model, tmp_path):
+    """Nothing is reset: survivors' collectives hang with it until it has been silent for too long, and no timeout of theirs is waited
+    for. The rank, alone, fences itself."""
+    rows = [Row(phase, 1, "partition")]
+    schedule = Schedule(tuple(rows), 1, more=("recovery.fence_s=3", "recovery.step_timeout_s=120", "recovery.link_timeout_s=60"))
+    run = finish(config(SFT, tmp_path / "run", *BASE, f"model.path={model}", *schedule.overrides()),
+                 host=functools.partial(ForkedHost, namespaces=True))
+    assert_invariants(run, steps=STEPS)
+    (fault,), (death,) = run.kind("fault"), run.kind("death")
+    assert "interface" in fault["done"] and "silent" in death["cause"]
+    again = next(e for e in run.events if e.step == STEP and e.t_wall > death.t_wall and e.event in ("obey", "apply"))
+    assert seconds_between(death, again) < 2.0  # far below any collective's timeout
+    assert by_position(run, 3) == undisturbed(model, "")
+    assert gone(run.pids)
+
+
+# -- our own code, broken on purpose: the bits must tell -------------------------------------------------------------------------
+
+
+def a_slot_dropped() -> None:
+    compute = worker_module.StepWork.compute
+    worker_module.StepWork.compute = lambda self, slots: compute(self, tuple(s for s in slots if s != 3))  # type: ignore[method-assign]
+
+
+def a_slot_doubled() -> None:
+    compute = worker_module.StepWork.compute
+
+    def doubled(self, slots):
+        contribution = compute(self, slots)
+        if 3 in slots:
+            for gradient in contribution.gradients:
+                gradient *= 2
+        return contribution
+
+    worker_module.StepWork.compute = doubled  # type: ignore[method-assign]
+
+
+def random_numbers_of_the_replica() -> None:
+    """Not of the slot: whoever computes it draws others."""
+    seed = worker_module._seed
+    worker_module._seed = lambda base, step, slot, dp: seed(base, step, slot, dp) + int(os.environ["EVERSTEP_REPLICA"])  # type: ignore[assignment]
+
+
+def gradients_finalised_twice() -> None:
+    finalise = engine_step._finalize_sums
+
+    def twice(model, num_tokens, **kwargs):
+        finalise(model, num_tokens, **kwargs)
+        finalise(model, num_tokens, **kwargs)
+
+    engine_step._finalize_sums = twice  # type: ignore[assignment]
+
+
+def clipped_by_the_last_norm() -> None:
+    """The norm of the step before: an apply that depends on more than the total."""
+    apply = worker_module.StepWork.apply
+
+    def late(self, total):
+        known = getattr(self._worker, "last", total)
+        self._worker.last = total
+        apply(self, dataclasses.replace(total, grad_norm=known.grad_norm))
+
+    worker_module.StepWork.apply = late  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("mutation", "shape"),
+    [(a_slot_dropped, ""), (a_slot_doubled, ""), (random_numbers_of_the_replica, ""), (gradients_finalised_twice, "tp2"), (clipped_by_the_last_norm, "")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_mutation_of_our_code_changes_the_bits(mutation, shape, model, tmp_path):
+    host = functools.partial(ForkedHost, prepare=mutation)
+    run = finish(config(SFT, tmp_path / "run", *BASE, *SHAPES[shape], f"model.path={model}", "layout.replicas=2", "layout.spares=0"), host=host)
+    assert by_position(run, 2) != undisturbed(model, shape)
+
+
+# -- without exact mode ------------------------------------------------------------------------------------------------------------
+
+
+def test_waiting_for_a_spare_is_bitwise_the_same_too(model, tmp_path):
+    same = ["recovery.exact=false", "layout.replicas=2", "recovery.mode=wait", "layout.spares=2", f"model.path={model}"]
+    calm = finish(config(SFT, tmp_path / "calm", *BASE, *same), host=ForkedHost)
+    rows = [Row("reduce", 1), Row("compute", 0, step=STEP + 9)]
+    run = finish(config(SFT, tmp_path / "run", *BASE, *same, f"faults=[{', '.join(r.fault() for r in rows)}]"), host=ForkedHost)
+    assert_invariants(run, steps=STEPS)
+    assert len(run.kind("fault")) == 2 and not [e for e in run.kind("computed") if e["salvage"]]
+    assert by_position(run, 2) == by_position(calm, 2)
+    assert all(c["members"] == [0, 1] for c in run.kind("commit") if c["kind"] == "apply" and c.step not in {r.step for r in rows})
+
+
+@pytest.mark.parametrize("mode", ["salvage", "retry"])
+def test_losses_under_faults_are_those_without_to_rounding(mode, model, tmp_path):
+    same = ["layout.replicas=3", "recovery.exact=false", f"recovery.mode={mode}", "layout.spares=0", f"model.path={model}"]
+    calm = finish(config(SFT, tmp_path / "calm", *BASE, *same), host=ForkedHost)
+    run = finish(config(SFT, tmp_path / "run", *BASE, *same, f"faults=[{Row('reduce', 1).fault()}]"), host=ForkedHost)
+    assert_invariants(run, steps=STEPS)
+    redone = [e for e in run.kind("computed") if e.step == STEP and epoch_key(e.epoch) > epoch_key(run.kind("death")[0].epoch)]
+    assert sum(len(e["slots"]) for e in redone) == (3 if mode == "salvage" else SLOTS)
+    assert run.losses.keys() == calm.losses.keys()
+    assert all(abs(run.losses[k] - calm.losses[k]) <= 1e-5 * abs(calm.losses[k]) for k in calm.losses)
+
+
+# -- through Ray ---------------------------------------------------------------------------------------------------------------------
+
+
+APART = 40  # steps between the faults of one run: a spare is formed and healed in between
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("kind", "shift"), [("kill", 0), pytest.param("stop", 1, marks=pytest.mark.full)])
+def test_through_ray_in_one_run_with_a_fault_in_every_phase(kind, shift, model, tmp_path):
+    rows = [Row(phase, (i + shift) % 3, kind, step=10 + APART * i) for i, phase in enumerate(PHASES)]
+    steps = 10 + APART * len(rows)
+    base = [*BASE, "layout.replicas=3", f"sft.steps={steps}", f"model.path={model}"]
+    run = finish(config(SFT, tmp_path / "run", *base, f"layout.spares={len(rows)}", f"faults=[{', '.join(r.fault() for r in rows)}]",
+                        f"recovery.silence_s={2 if kind == 'stop' else 30}"))
+    assert_invariants(run, steps=steps)
+    faults = run.kind("fault")
+    assert [(f.step, f["kind"], f["phase"], f["replica"]) for f in faults] == [(r.step, r.kind, r.phase, r.replica) for r in rows]
+    assert all(survivor_inside(run.events, f) for f in faults)
+    calm = finish(config(SFT, tmp_path / "calm", *base, "layout.replicas=1"), host=ForkedHost)
+    assert by_position(run, 3) == by_position(calm, 1)
+    assert gone(run.pids)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_through_ray_two_deaths_in_one_step_and_down_to_one_replica(model, tmp_path):
+    rows = [Row("reduce", 2), Row("salvage", 0)]
+    run = finish(config(SFT, tmp_path / "run", *BASE, "layout.replicas=3", "layout.spares=0", f"model.path={model}",
+                        f"faults=[{', '.join(r.fault() for r in rows)}]"))
+    assert_invariants(run, steps=STEPS)
+    assert [f["phase"] for f in run.kind("fault")] == ["reduce", "salvage"]
+    assert run.kind("commit")[-1]["members"] == [1]
+    assert by_position(run, 1) == undisturbed(model, "")
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_through_ray_a_rank_of_a_tensor_parallel_replica(model, tmp_path):
+    schedule = Schedule((Row("reduce", 0, rank=1),), 1, "tp2")
+    run = finish(config(SFT, tmp_path / "run", *BASE, f"model.path={model}", *schedule.overrides()))
+    assert_invariants(run, steps=STEPS)
+    check_rows(run, schedule)
+    assert by_position(run, len(run.kind("commit")[-1]["members"])) == undisturbed(model, "tp2")

@@ -133,7 +133,7 @@ class Controller:
         infos = self._host.infos
         target = LaunchedTarget(
             lambda: self.server, self._place_of, self._host.signal, lambda w: f"{infos[w].pid} on {infos[w].host}",
-            lambda: self._repair.spares if self._repair else [], self._relays,
+            lambda: self._repair.spares if self._repair else [], self._relays, self._host.cut,
         )
         self._injector = FaultInjector(config.faults, target, self._events)
         self._events.emit("spare_ready", spares=len(spares))

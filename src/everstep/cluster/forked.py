@@ -27,6 +27,7 @@ from everstep.cluster import environment
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.group import ListSlots
 from everstep.cluster.host import ProcessEnded, WorkerInfo, WorkerSpec, make_worker
+from everstep.cluster.namespaces import Bridge, Plug
 from everstep.cluster.processes import ProcessWatch, signal_pid, wait_gone
 from everstep.config.schema import Config
 from everstep.errors import BadInput, DeadlineExceeded, EverstepError
@@ -57,10 +58,11 @@ def context() -> Any:
 class _Child:
     """One worker process and the calls it owes. Two threads, so that a frozen one holds nobody up: one feeds it, one listens."""
 
-    def __init__(self, spec: WorkerSpec, env: dict[str, str]):
+    def __init__(self, spec: WorkerSpec, env: dict[str, str], plug: Plug | None, prepare: Callable[[], None] | None):
         self.pipe, theirs = mp.Pipe()
-        self.process = context().Process(target=_serve, args=(spec, env, theirs), name=spec.worker_id, daemon=True)
+        self.process = context().Process(target=_serve, args=(spec, env, plug, prepare, theirs), name=spec.worker_id, daemon=True)
         self.process.start()
+        self.pid: int = self.process.pid
         theirs.close()
         self.started: Future[Any] = Future()
         self._lock = threading.Lock()
@@ -102,18 +104,23 @@ class _Child:
             self._ended = True
             owed, self._calls = list(self._calls.values()), {}
         for future in owed:
-            future.set_exception(ProcessEnded(f"process {self.process.pid} closed its pipe"))
+            future.set_exception(ProcessEnded(f"process {self.pid} closed its pipe"))
 
 
 class ForkedHost:
-    """The :class:`everstep.cluster.host.Host` whose workers are processes of this machine."""
+    """The :class:`everstep.cluster.host.Host` whose workers are processes of this machine.
 
-    address = "127.0.0.1"
+    ``prepare``: an importable function that every worker process calls first. ``namespaces``: each worker has a network namespace of
+    its own and can be cut off for real (:mod:`everstep.cluster.namespaces`); BadInput where that is not permitted.
+    """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, prepare: Callable[[], None] | None = None, namespaces: bool = False):
         if config.device == "cuda":
             raise BadInput("device=cuda: processes that are forked cannot use CUDA; use device=cpu")
         self._env = environment.worker_environment(config.model_copy(update={"device": "cpu"}))
+        self._prepare = prepare
+        self._bridge = Bridge() if namespaces else None
+        self.address = self._bridge.address if self._bridge else "127.0.0.1"
         self._children: dict[str, _Child] = {}
         self._watch: ProcessWatch | None = None
         self.infos: dict[str, WorkerInfo] = {}
@@ -121,7 +128,7 @@ class ForkedHost:
     def start(self, specs: Sequence[WorkerSpec]) -> None:
         for spec in specs:
             env = self._env | {"MASTER_ADDR": spec.store[0], "MASTER_PORT": str(spec.store[1]), "LOCAL_RANK": "0"}
-            self._children[spec.worker_id] = _Child(spec, env)
+            self._children[spec.worker_id] = _Child(spec, env, self._bridge.plug(spec.worker_id) if self._bridge else None, self._prepare)
         end = time.monotonic() + _START_S
         for spec in specs:
             child = self._children[spec.worker_id]
@@ -129,8 +136,7 @@ class ForkedHost:
                 child.started.result(max(1.0, end - time.monotonic()))
             except TimeoutError:
                 raise DeadlineExceeded(f"worker {spec.worker_id} was not ready in {_START_S:g} s; see {spec.log_path}") from None
-            pid = child.process.pid
-            self.infos[spec.worker_id] = WorkerInfo(spec.worker_id, pid, socket.gethostname(), socket.gethostname())
+            self.infos[spec.worker_id] = WorkerInfo(spec.worker_id, child.pid, socket.gethostname(), socket.gethostname())
 
     def watch(self, on_end: Callable[[str], None]) -> None:
         self._watch = ProcessWatch(on_end)
@@ -155,28 +161,40 @@ class ForkedHost:
     def signal(self, worker: str, number: int) -> None:
         signal_pid(self.infos[worker].pid, number)
 
+    def cut(self, worker: str) -> str:
+        if not self._bridge:
+            return ""
+        self._bridge.cut(worker)
+        return "the network interface of its namespace is down: nothing leaves it or reaches it, and nothing is reset"
+
     def end(self, worker: str) -> None:
-        if (pid := self._children[worker].process.pid) is not None:
-            signal_pid(pid, signal.SIGKILL)
-            wait_gone(worker, pid, _END_S)
+        pid = self._children[worker].pid
+        signal_pid(pid, signal.SIGKILL)
+        wait_gone(worker, pid, _END_S)
 
     def close(self) -> None:
         if self._watch:
             self._watch.close()
         for child in self._children.values():
-            signal_pid(child.process.pid, signal.SIGKILL)
+            signal_pid(child.pid, signal.SIGKILL)
         for worker, child in self._children.items():
-            wait_gone(worker, child.process.pid, _END_S)
-            child.process.join(_END_S)
-            child.process.close()
+            wait_gone(worker, child.pid, _END_S)
+        if self._bridge:
+            self._bridge.close()
 
 
-def _serve(spec: WorkerSpec, env: dict[str, str], pipe: Connection) -> None:
+def _serve(
+    spec: WorkerSpec, env: dict[str, str], plug: Plug | None, prepare: Callable[[], None] | None, pipe: Connection
+) -> None:
     """The process of one worker: its calls, one after the other."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the server process ends with the controller
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from the terminal it goes to all; the controller ends us in order
     os.environ.update(env)
+    if prepare:
+        prepare()
     try:
+        if plug:
+            plug.enter()
         worker = make_worker(spec)
     except EverstepError as error:
         pipe.send_bytes(pickle.dumps((-1, error, None)))

@@ -79,6 +79,9 @@ class Host(Protocol):
     def signal(self, worker: str, number: int) -> None:
         """Send a signal to the worker's process. Nothing happens if it is gone."""
 
+    def cut(self, worker: str) -> str:
+        """Cut the worker's process off the network, for good; says how. "" if this host has no way to."""
+
     def end(self, worker: str) -> None:
         """Kill the worker's process; returns once it can do no more harm (rule 8). Raises DeadlineExceeded."""
 

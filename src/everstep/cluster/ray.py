@@ -130,6 +130,9 @@ class RayHost:
                 if not self._await_lease(worker):  # the node answers, but not to this
                     raise
 
+    def cut(self, worker: str) -> str:
+        return ""
+
     def end(self, worker: str) -> None:
         ray.kill(self._actors[worker], no_restart=True)
         if worker in self.infos and not self._await_lease(worker):

@@ -22,15 +22,17 @@ class LaunchedTarget:
     """Ranks and spares of a running group (everstep.recovery.faults.Target).
 
     ``place(worker)``: (replica, rank), or (-1, -1) for a spare; ``send(worker, signal)`` delivers a signal, ``process(worker)`` names
-    the process; ``spares()``: idle ones; ``relays``: the workers that reach the coordinator through one.
+    the process; ``spares()``: idle ones; ``relays``: the workers that reach the coordinator through one;
+    ``cut(worker)``: takes it off the network and says how, or "" (then its relay is cut).
     """
 
     def __init__(
         self, server: Callable[[], CoordinatorServer], place: Callable[[str], tuple[int, int]], send: Callable[[str, int], None],
         process: Callable[[str], str], spares: Callable[[], list[str]], relays: Mapping[str, Relay],
+        cut: Callable[[str], str] = lambda worker: "",
     ):
         self._server, self._place, self._send, self._process = server, place, send, process
-        self._spares, self._relays = spares, relays
+        self._spares, self._relays, self._cut = spares, relays, cut
 
     def place(self, worker: str) -> tuple[int, int]:
         return self._place(worker)
@@ -61,11 +63,13 @@ class LaunchedTarget:
     def order(self, worker: str, message: Mapping[str, object]) -> bool:
         return self._server().order(worker, dict(message))
 
-    def cut(self, worker: str) -> bool:
+    def cut(self, worker: str) -> str:
+        if done := self._cut(worker):
+            return done
         if worker not in self._relays:
-            return False
+            return ""
         self._relays[worker].cut()
-        return True
+        return "its control connection forwards nothing any more, in either direction"
 
 
 def partition_victims(config: Config, ranks_per_replica: int, world_size: int) -> set[int]:

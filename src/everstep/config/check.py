@@ -202,7 +202,7 @@ def _no_such_moment(fault: Fault, config: Config, sizes: derive.Sizes) -> str:
             if steps else ", nor is any other (checkpoint.*)"
         )
     if fault.hold and (fault.kind not in HELD_KINDS or fault.phase in UNHELD_PHASES):
-        return f"hold=true: kind={fault.kind} in phase={fault.phase} cannot be held; kill and stop can, in a phase that the victim enters itself"
+        return f"hold=true: kind={fault.kind} in phase={fault.phase} cannot be held; kill, stop and partition can, in a phase that the victim enters itself"
     if fault.phase == "salvage" and not any(
         f.kind in DEADLY and f.step == fault.step and f.replica != fault.replica and f.phase in BEFORE_THE_VOTE_IS_COUNTED
         for f in config.faults

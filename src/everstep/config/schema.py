@@ -387,7 +387,7 @@ class Fault(Section):
     rank: int = Field(0, ge=0, description="Victim's rank inside its replica; phase spare: which of the idle spares.")
     hold: bool = Field(
         False,
-        description="kill, stop: the victim stays where it enters the phase, and the signal comes once a rank of another replica is in the "
+        description="kill, stop, partition: the victim stays where it enters the phase, and the fault comes once a rank of another replica is in the "
         "phase too (5 s at most), so that its peers wait for it there; else it runs on, and may have left the phase by then.",
     )
     delay_s: float = Field(

@@ -3,8 +3,8 @@
 The injector sits beside the coordinator and knows from the ranks' ordinary progress messages where each of them is. Three ways:
 
 - **from outside** (``kill``, ``stop``): a real signal to the victim's process once it reports the phase; nothing in it takes part.
-- **on its connection** (``partition``): the victim reaches the coordinator through a proxy that stops forwarding
-  (:mod:`everstep.recovery.proxy`).
+- **on its connection** (``partition``): the victim is cut off the network, where its host can do that (network namespaces), else from
+  the coordinator, which it then reaches through a proxy that stops forwarding (:mod:`everstep.recovery.proxy`).
 - **inside** (the others): the order goes over the control channel before the step begins, is acknowledged, and is carried out by
   the victim itself at its entry into the phase (:mod:`everstep.recovery.victim`).
 
@@ -36,7 +36,7 @@ _CALLS = frozenset({"save", "rollout"})
 #: A death there leaves slots that nobody holds, or may: they are salvaged.
 BEFORE_THE_VOTE_IS_COUNTED = frozenset({"compute", "exchange", "reduce", "vote"})
 #: What can find its victim waiting at the phase's entry, and the phases that no victim enters by itself.
-HELD_KINDS = frozenset({"kill", "stop"})
+HELD_KINDS = frozenset({"kill", "stop", "partition"})
 UNHELD_PHASES = frozenset({"spare", "commit", "heal"})
 
 #: Where each kind makes sense.
@@ -81,8 +81,8 @@ class Target(Protocol):
     def order(self, worker: str, message: Mapping[str, object]) -> bool:
         """Send a message over the worker's control channel; False if it has none."""
 
-    def cut(self, worker: str) -> bool:
-        """Stop forwarding the worker's control connection; False if it does not go through a proxy."""
+    def cut(self, worker: str) -> str:
+        """Cut the worker off, from everybody or from the coordinator; says how. "" if there is no way to."""
 
 
 @dataclass
@@ -240,9 +240,9 @@ class FaultInjector:
             found=self._target.where(worker), done=done,
         )
         if fault.kind == "partition":
-            if not self._target.cut(worker):
+            if not (done := self._target.cut(worker)):
                 return  # a spare that took the victim's place has a direct connection
-            emit("its control connection forwards nothing any more, in either direction")
+            emit(done)
         else:
             emit(f"{SIGNALS[fault.kind].name} to process {self._target.process(worker)}")
             self._target.signal(worker, SIGNALS[fault.kind])

@@ -108,13 +108,14 @@ class Transaction:
         self._phase = Phase.IDLE
         self._seconds: dict[str, float] = {}
         self._since = 0.0
-        self._computed = self._dealt = 0  # slots of the step in progress: computed by this replica, and first dealt to it
+        self._computed = 0                # slots of the step in progress that this replica computed
+        self._dealt: int | None = None    # and those that it was first dealt
 
     def run(self, work: Work) -> StepReport:
         """One committed step. Raises ReplicaBroken (a rank of my replica is gone), Fenced (I am expelled or the coordinator
         is lost), DeadlineExceeded."""
         self._seconds, self._since = {}, time.monotonic()
-        self._computed = self._dealt = 0
+        self._computed, self._dealt = 0, None
         ledger: Ledger = SlotLedger() if self._config.exact else SumLedger()
         attempts = 0
         try:
@@ -193,7 +194,7 @@ class Transaction:
         if ledger.open(view.deal.number):
             member = view.member(self._replica)
             mine = view.deal.share(member, work.slots) if member else ()
-            self._dealt = self._dealt or len(mine)
+            self._dealt = len(mine) if self._dealt is None else self._dealt
             self._fill(Phase.COMPUTE, work, view, ledger, mine)
         self._healing.finish()
         while True:
@@ -287,7 +288,7 @@ class Transaction:
         self._state.version = work.step
         self._enter(Phase.IDLE, work.step)
         return StepReport(work.step, outcome, total.sums.tolist(), total.grad_norm, attempts,
-                          self._computed - self._dealt, dict(self._seconds))
+                          self._computed - (self._dealt or 0), dict(self._seconds))
 
     def _heal(self, view: View, stale: Callable[[], bool]) -> None:
         """Receive version ``view.committed`` from my position's peer, unless I hold it. The ranks of a replica heal together

@@ -86,7 +86,7 @@ METRICS: dict[str, str] = {
     "ft/full_strength_s": "Seconds from a death until all replicas took part again.",
     "ft/heal_s": "Seconds to bring a rank to the current step from its peer, the slowest rank.",
     "ft/heal_bytes": "Bytes of state a healed rank received.",
-    "ft/microbatches_redone": "Micro-batches of the step that were computed more than once.",
+    "ft/microbatches_redone": "Slots of the step that replicas computed beyond those they were first dealt.",
 }
 
 OWN_PREFIXES = frozenset(name.split("/", 1)[0] for name in METRICS)

@@ -11,7 +11,8 @@ survivors compute again per surviving replica its first useful act in an epoch a
                         computation it was in
 the step is committed   first ``commit`` of the step in which it died; ``commit_s`` likewise
 full strength           first later ``join`` whose ``members`` are all replicas of the run; ``full_strength_s``
-redone                  slots of the step that were computed more than once, by anybody (``computed`` events)
+redone                  slots of the step that survivors computed after the death although they had been dealt to somebody before:
+                        those that the dead one held (salvaged), or all of them (dealt anew)
 ======================  ========================================================================================
 
 Steps: a step is lost if it is missing between the first and the last commit, doubled if it was committed twice, or
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from everstep.telemetry.events import Epoch, Event, epoch_key, of_kind, seconds_between
@@ -223,8 +224,6 @@ def _recovery(
     commit = next((e for e in later if e.event == "commit" and e.step == step), None)
     whole = replicas or len(view or ())
     full = next((e for e in later if e.event == "join" and len(e["members"]) == whole), None) if replica >= 0 else None
-    cut = commit.t_wall if commit else math.inf
-    per_slot = Counter(slot for slots in _by_attempt(e for e in computed if e.t_wall <= cut) for slot in slots)
     return Recovery(
         replica=replica,
         rank=int(death["rank"]),
@@ -236,7 +235,7 @@ def _recovery(
         stall_s=stall,
         commit_s=seconds_between(origin, commit) if commit and concerned else None,
         full_strength_s=seconds_between(origin, full) if full else None,
-        slots_redone=sum(count - 1 for count in per_slot.values()) if concerned else 0,
+        slots_redone=_redone(death, later, computed) if concerned else 0,
         t_full_strength=full.t_wall if full else None,
     )
 
@@ -266,12 +265,15 @@ def _stall(death: Event, origin: Event, later: _Later, view: list[int] | None) -
     return longest
 
 
-def _by_attempt(computed: Iterable[Event]) -> list[set[int]]:
-    """The slots of each (epoch, replica): all its ranks compute the same ones."""
-    slots: dict[tuple[tuple[int, ...], int], set[int]] = {}
+def _redone(death: Event, later: _Later, computed: list[Event]) -> int:
+    """Slots, each counted once however many ranks a replica has; up to the next death in the same step, which has its own."""
+    until = next((epoch_key(e.epoch) for e in later if e.event == "death" and e.step == death.step), (math.inf,))
+    first_deal = min((e["deal"] for e in computed), default=0)
+    again: dict[tuple[tuple[int, ...], int], set[int]] = {}
     for event in computed:
-        slots.setdefault((epoch_key(event.epoch), int(event["replica"])), set()).update(event["slots"])
-    return list(slots.values())
+        if epoch_key(death.epoch) < epoch_key(event.epoch) <= until and (event["salvage"] or event["deal"] > first_deal):
+            again.setdefault((epoch_key(event.epoch), int(event["replica"])), set()).update(event["slots"])
+    return sum(len(slots) for slots in again.values())
 
 
 def _fault_of(death: Event, faults: Sequence[Event]) -> Event | None:

@@ -25,7 +25,7 @@ def vote(worker: str, c: Coordinator, **changes: object) -> Vote:
 def opened(replicas: int = 2, ranks: int = 1, minimum: int = 1, mode: Mode = Mode.SALVAGE, standbys: int = 0) -> Coordinator:
     c = Coordinator(1, 0, minimum, mode, standbys)
     c.open([member(r, ranks) for r in range(replicas)])
-    c.begin(1, ("s0", "s1"))
+    c.begin(1, (("s0",), ("s1",)))
     return c
 
 
@@ -116,7 +116,7 @@ def test_a_non_finite_total_is_computed_once_more_and_then_skipped_with_its_samp
     for w in workers(c):
         records = c.vote(vote(w, c, finite=False))
     assert [(r.kind, r.outcome, r.samples) for r in records] == [(Kind.COMMIT, Outcome.SKIP, ("s0", "s1"))]
-    c.begin(2, ("s2",))
+    c.begin(2, (("s2",),))
     assert commit_step(c).outcome is Outcome.APPLY
 
 
@@ -404,7 +404,7 @@ def test_under_any_interleaving_the_log_keeps_the_invariants(events, ranks, repl
     minimum = replicas if mode is Mode.WAIT else min(minimum, replicas)
     c = Coordinator(3, 0, minimum, mode, standbys_up_to=4)
     log = c.open([member(r, ranks) for r in range(replicas)])
-    c.begin(1, ("s1",))
+    c.begin(1, (("s1",),))
     dead: set[str] = set()
     builds = {r: 0 for r in range(replicas)}
     acked: dict[str, set[str]] = {}
@@ -460,7 +460,7 @@ def test_under_any_interleaving_the_log_keeps_the_invariants(events, ranks, repl
                 assert record.step == before.committed + 1 == record.view.committed
                 if kind == "death":
                     assert record.outcome is Outcome.APPLY
-                c.begin(record.step + 1, (f"s{record.step + 1}",))
+                c.begin(record.step + 1, ((f"s{record.step + 1}",),))
             if record.kind is not Kind.BUILD:
                 view = record.view
                 if view.link_ready and view.link_id != before.link_id and view.link_id not in in_use:

@@ -45,6 +45,9 @@ SETTINGS = {
     "no standbys": Setting(standbys_up_to=0),
     "a wrong bit": Setting(kills=1, spoilt=1),
     "nobody dies": Setting(kills=0),
+    "a slot that kills": Setting(kills=0, replicas=4, poison=(2, 3)),
+    "a slot that kills, exact, two ranks": Setting(kills=0, ranks=2, spares=1, poison=(2, 3), exact=True),
+    "a slot that kills, retry": Setting(kills=0, poison=(1, 0), mode=Mode.RETRY),
 }
 FEW, MANY = 40, 1500
 

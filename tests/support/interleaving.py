@@ -57,6 +57,7 @@ class Setting:
     kills: int = 2       # at most
     flaps: int = 0
     spoilt: int = 0      # contributions with a wrong bit in one rank's total, at most
+    poison: tuple[int, int] | None = None  # (step, slot): who computes it dies of it; two deaths, then quarantine
 
 
 @dataclass
@@ -165,7 +166,7 @@ class Rank:
         assert self.task is not None
         self.pause = None
         self.task.switch(fail)
-        if self.task.dead:
+        if self.task is not None and self.task.dead:
             self.task = None
 
 
@@ -213,6 +214,8 @@ class MemoryControl(Control):
 
     def phase(self, step: int, phase: str, **detail: Any) -> None:
         self._progress = {"step": step, "phase": phase}
+        if detail.get("computing"):
+            self.rank.up.append({"type": "progress", "step": step, "phase": phase, "detail": detail})
         if getcurrent() is self.rank.task:
             self.rank.wait(f"enters {phase}")
 
@@ -425,10 +428,15 @@ class MemoryWork:
 
     def __init__(self, rank: Rank, step: int):
         self.rank, self.step, self.slots = rank, step, rank.world.setting.slots
+        poison = rank.world.setting.poison
+        self.poison = poison[1] if poison and poison[0] == step else None
 
     def compute(self, slots: tuple[int, ...]) -> Contribution:
         rank = self.rank
         rank.wait(f"computes {list(slots)}")
+        if rank.position == 0 and self.poison in slots:
+            rank.world.die(rank)
+            rank.world.hub.switch()
         rank.world.meet_in_replica(rank, slots, f"computing {slots}")
         if len(rank.buffer) != self.slots:
             rank.buffer = torch.zeros(self.slots)
@@ -443,8 +451,8 @@ class MemoryWork:
 
     def apply(self, total: Total) -> None:
         rank = self.rank
-        right = torch.full((self.slots,), rank.position + 1.0)
-        divisor = sum(range(1, self.slots + 1))
+        right = rank.world.right_total(self.step, rank.position)
+        divisor = sum(s + 1.0 for s in range(self.slots) if right[s])
         if not torch.equal(total.gradients[0], right) or total.divisor != divisor:
             raise Violation(f"{rank} applies {total.gradients[0].tolist()} / {total.divisor} in step {self.step}, {right.tolist()} / {divisor} is right")
         if rank.state.version is not None:
@@ -471,13 +479,14 @@ class World:
         self.meetings: dict[Hashable, dict[int, tuple[int, ...]]] = {}
         self.kills, self.flaps, self.spoilt = setting.kills, setting.flaps, setting.spoilt
         self.held = False
+        self.struck: set[str] = set()
         self.step = 0
         self.called: set[Member] = set()
         self.reports: dict[tuple[str, Member | None], StepReport] = {}
         self.lead = MemoryEvents(self, "lead")
-        made = coordinator(1, 0, setting.min_replicas, setting.mode, setting.standbys_up_to)
+        made = coordinator(1, 0, setting.min_replicas, setting.mode, setting.standbys_up_to, 2)
         self.log: list[Record] = []
-        self.desk = Desk(made, self, self.lead, Listener(self._place))  # type: ignore[arg-type]
+        self.desk = Desk(made, self, self.lead, Listener(self._place, injected=lambda w: w in self.struck))  # type: ignore[arg-type]
         count = setting.replicas * setting.ranks
         self.ranks = {f"w{i}": Rank(self, f"w{i}") for i in range(count + setting.spares)}
         self.spares = [f"w{count + i}" for i in range(setting.spares)]
@@ -513,7 +522,7 @@ class World:
                         found.append(Action(f"{rank}: {rank.pause.what} FAILS", lambda r=rank: r.resume(True), "may"))  # type: ignore[misc]
                 if rank.down:
                     found.append(Action(f"{rank} hears", lambda r=rank: self._deliver(r)))  # type: ignore[misc]
-            elif not rank.noticed:
+            elif not rank.noticed and not (rank.up and rank.worker not in self.struck):  # its last words come before its end
                 found.append(Action(f"{rank} is noticed dead", lambda r=rank: self._notice(r)))  # type: ignore[misc]
             if rank.up and not rank.noticed:
                 found.append(Action(f"{rank} is heard", lambda r=rank: self._hear(r)))  # type: ignore[misc]
@@ -593,7 +602,7 @@ class World:
     def _begin(self) -> None:
         self.step += 1
         self.called, self.reports = set(), {}
-        self.desk.begin(self.step, (f"0/{self.step}",))
+        self.desk.begin(self.step, tuple((f"0/{self.step}.{slot}",) for slot in range(self.setting.slots)))
 
     def _call(self, member: Member) -> None:
         self.called.add(member)
@@ -642,10 +651,20 @@ class World:
                     found.append(Action(f"FLAP {key}", lambda o=op: self._flap(o), "harm"))  # type: ignore[misc]
         return found
 
-    def kill(self, rank: Rank) -> None:
-        self.kills -= 1
+    def right_total(self, step: int, position: int) -> torch.Tensor:
+        total = torch.full((self.setting.slots,), position + 1.0)
+        if self.setting.poison and self.setting.poison[0] == step:
+            total[self.setting.poison[1]] = 0.0
+        return total
+
+    def die(self, rank: Rank) -> None:
         rank.alive, rank.task, rank.pause = False, None, None
         rank.down.clear()
+
+    def kill(self, rank: Rank) -> None:
+        self.kills -= 1
+        self.struck.add(rank.worker)
+        self.die(rank)
         self.lead.emit("fault", step=self.step, replica=self._place(rank.worker)[0], rank=rank.position, kind="kill", phase="any")
 
     def _in_progress(self, op: Op) -> bool:
@@ -693,7 +712,7 @@ class World:
                 rank = self.ranks[worker]
                 if member.replica in coordinator.view.healing or not rank.alive:
                     continue
-                right = sum(range(1, self.setting.steps + 1)) * torch.full((self.setting.slots,), rank.position + 1.0)
+                right = sum((k * self.right_total(k, rank.position) for k in range(1, self.setting.steps + 1)), torch.zeros(self.setting.slots))
                 if rank.state.version != self.setting.steps or not torch.equal(rank.state.weights, right):
                     raise Violation(f"{rank} ends at {rank.state.version} with {rank.state.weights.tolist()}")
                 hashes[f"{member.replica}/{rank.position}"] = str(rank.state.weights.tolist())

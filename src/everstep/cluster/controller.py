@@ -21,7 +21,7 @@ from everstep.checkpoint.saving import SavedRun
 from everstep.checkpoint.sharded import Shard
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.dispatch import get_dispatch, ranks_of
-from everstep.cluster.group import StepResult, cut_slots
+from everstep.cluster.group import StepResult, cut_slots, sample_ids
 from everstep.cluster.host import Host, ProcessEnded, WorkerSpec
 from everstep.cluster.owed import Owed
 from everstep.cluster.repair import Repair
@@ -110,10 +110,13 @@ class Controller:
         # Without recovery the first death leaves fewer replicas than the run needs.
         coordinator = Coordinator(
             log.incarnation, 0, recovery.min_replicas if recovery.enabled else self.layout.replicas, Mode(recovery.mode),
-            recovery.standby_links_up_to if recovery.enabled else 0,
+            recovery.standby_links_up_to if recovery.enabled else 0, recovery.quarantine_after,
         )
         token = secrets.token_hex(16)
-        listener = Listener(self._place_of, self._phase_entered, self._worker_died, self._recorded, self._answered)
+        listener = Listener(
+            self._place_of, self._phase_entered, self._worker_died, self._recorded, self._answered,
+            lambda worker: self._injector is not None and self._injector.struck(worker),
+        )
         self._server = CoordinatorServer(
             coordinator, log, self._events, listener, token, recovery.silence_s, 2 * recovery.link_timeout_s, host,
             recovery.heartbeat_s, judge(recovery), judge_every_s(recovery),
@@ -254,7 +257,7 @@ class Controller:
         shared = self._host.slots([[share(micro) for micro in slot] for slot in slots])
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + share.nbytes, self.dispatch_seconds + share.seconds
         self._prepare_faults(step)
-        self.server.begin(step, tuple(batch.sample_ids))
+        self.server.begin(step, sample_ids(slots))
         if self._injector:
             self._injector.begins(step)
         coordinator = self.server.coordinator

@@ -107,6 +107,11 @@ def cut_slots(batch: TrainingBatch, micro_batch_size: int, dp: int) -> list[tupl
     return [tuple(micro[i : i + dp]) for i in range(0, len(micro), dp)]
 
 
+def sample_ids(slots: Sequence[Sequence[TrainingBatch]]) -> tuple[tuple[str, ...], ...]:
+    """The samples of each slot."""
+    return tuple(tuple(sample for micro in slot for sample in micro.sample_ids) for slot in slots)
+
+
 class ListSlots:
     """Slots of a batch that the rank holds whole."""
 

@@ -24,7 +24,7 @@ from everstep.cluster import environment
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.device import choose_device
 from everstep.cluster.dispatch import get_dispatch, ranks_of
-from everstep.cluster.group import ListSlots, StepResult, cut_slots
+from everstep.cluster.group import ListSlots, StepResult, cut_slots, sample_ids
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s
 from everstep.cluster.worker import Formation, Worker
@@ -164,7 +164,7 @@ class LocalGroup:
         slots = cut_slots(batch, self.config.train.micro_batch_size, self.layout.dp)
         if self._server and self._injector:
             self._injector.prepare(step)  # the others wait for this rank before they compute
-            self._server.begin(step, tuple(batch.sample_ids))
+            self._server.begin(step, sample_ids(slots))
         report = self._worker.run("train_step", (step, ListSlots(slots), loss, lr, temperature), {})
         reports = self._exchange(report)
         return combine(step, reports, reports[:1], loss, lr, len(slots), self._control.view)

@@ -31,6 +31,7 @@ RATIO = "none (a ratio)"
 UNITS = {
     "seed": "none",
     "recovery.standby_links_up_to": "replicas",
+    "recovery.quarantine_after": "replicas",
     "layout.tp": "ranks",
     "layout.pp": "ranks",
     "layout.dp": "ranks",

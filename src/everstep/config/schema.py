@@ -315,6 +315,12 @@ class RecoveryConfig(Section):
         description="With at most this many replicas a link is kept ready for each one that may die (one communicator each); with "
         "more, or 0, survivors form a link after the death.",
     )
+    quarantine_after: int = Field(
+        2,
+        ge=0,
+        description="Replicas that may die while they compute one and the same slot, before the step goes on without it and its samples "
+        "are listed as dropped. Deaths by fault injection do not count. 0: no limit.",
+    )
     min_replicas: int = Field(
         1,
         ge=1,

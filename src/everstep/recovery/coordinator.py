@@ -78,10 +78,12 @@ class Build:
 
 class Coordinator:
     """``min_replicas``: with fewer members nothing commits (``wait`` needs all). ``standbys_up_to``: with at most this many members a
-    standby link is kept for each one that may die."""
+    standby link is kept for each one that may die. ``quarantine_after``: replicas that may die while they compute one slot, before it
+    is left out of the step (0: no limit)."""
 
     def __init__(
-        self, incarnation: int, committed: int = 0, min_replicas: int = 1, mode: Mode = Mode.SALVAGE, standbys_up_to: int = 0
+        self, incarnation: int, committed: int = 0, min_replicas: int = 1, mode: Mode = Mode.SALVAGE, standbys_up_to: int = 0,
+        quarantine_after: int = 0,
     ):
         self.state = State.FORMING
         self.mode = mode
@@ -92,9 +94,11 @@ class Coordinator:
         self.build: Build | None = None      # one at a time, the same order everywhere
         self.waiting: list[Member] = []      # formed replicas whose link is not being built yet
         self.standbys: dict[tuple[Member, ...], str] = {}  # complete links of those who would survive a death
-        self.samples: tuple[str, ...] = ()   # of the step in progress
+        self.slots: tuple[tuple[str, ...], ...] = ()  # sample ids of the step in progress, by slot
         self.begun = committed               # last step announced by begin()
         self._standbys_up_to = standbys_up_to if mode is not Mode.WAIT else 0
+        self._quarantine_after = quarantine_after
+        self._died_of: dict[int, set[Member]] = {}  # slot of the step in progress -> replicas that died while they computed it
         self._unbuildable: set[tuple[Member, ...]] = set()  # standbys that were not finished in time; not tried again
         self._mismatches = 0
         self._nonfinite = 0
@@ -120,11 +124,11 @@ class Coordinator:
         self.committed = self.begun = step
         return [self._new_view(self.view.members, self.view.healing, f"checkpoint of step {step}", redeal=True)]
 
-    def begin(self, step: int, samples: tuple[str, ...]) -> None:
-        """The step's samples, for its commit record. Steps begin in order, one at a time."""
+    def begin(self, step: int, slots: tuple[tuple[str, ...], ...]) -> None:
+        """The step's samples by slot, for its commit record. Steps begin in order, one at a time."""
         if step != self.committed + 1:
             raise InvariantViolated(f"step {step} begins but {self.committed} is the last committed one")
-        self.begun, self.samples = step, samples
+        self.begun, self.slots = step, slots
 
     def vote(self, vote: Vote) -> list[Record]:
         """Late votes (an older epoch, a committed step, an expelled worker) have no effect."""
@@ -135,8 +139,11 @@ class Coordinator:
         self.votes[vote.worker] = vote
         return self._decide()
 
-    def death(self, worker: str, cause: str) -> list[Record]:
-        """A worker is gone. Idempotent. Decides once what becomes of the step in progress (rule 2)."""
+    def death(self, worker: str, cause: str, computing: tuple[int, ...] = ()) -> list[Record]:
+        """A worker is gone. Idempotent. Decides once what becomes of the step in progress (rule 2).
+
+        ``computing``: slots of the step in progress that it was in the middle of, if they may have killed it.
+        """
         self.waiting = [m for m in self.waiting if worker not in m.workers]
         if self.build and self.build.concerns(worker):  # obsolete; a joiner that lives waits for the next build
             if self.build.joiner and worker not in self.build.joiner.workers:
@@ -146,6 +153,8 @@ class Coordinator:
         if dead is None or self.state is State.LOST:
             return self._next_build()
         survivors = tuple(m for m in self.view.members if m is not dead)
+        for slot in computing:
+            self._died_of.setdefault(slot, set()).add(dead)
         self.standbys = {members: link for members, link in self.standbys.items() if dead not in members}
         self._unbuildable.clear()
         self._link_failures = 0
@@ -253,10 +262,14 @@ class Coordinator:
 
     def _commit(self, outcome: Outcome, members: tuple[Member, ...], healing: frozenset[int], cause: str) -> Record:
         """Record the step; its record carries the view of the next one, with a joiner if one is ready, and deals its slots."""
-        before, step, samples = self.view, self.committed + 1, self.samples
-        divisor = self.votes[members[0].workers[0]].divisor
+        before, step = self.view, self.committed + 1
+        vote = self.votes[members[0].workers[0]]
+        left_out = set(before.quarantined) - set(vote.slots)
+        samples = tuple(s for slot, ids in enumerate(self.slots) if slot not in left_out for s in ids)
+        dropped = tuple(s for slot, ids in enumerate(self.slots) if slot in left_out for s in ids)
         self.committed = step
         self._mismatches = self._nonfinite = self._link_failures = 0
+        self._died_of.clear()
         epoch, link_id, ready = before.epoch, before.link_id, before.link_ready
         if members != before.members:
             epoch, link_id, ready = before.epoch.next(), *self._link_of(members)
@@ -266,7 +279,8 @@ class Coordinator:
             epoch, ready = before.epoch.next(), True
         self.view = View(epoch, members, healing, step, link_id, ready, self._deal(members, healing), self._kept_links())
         self.votes = {}
-        return self._record(Kind.COMMIT, step=step, epoch=before.epoch, outcome=outcome, samples=samples, divisor=divisor, cause=cause)
+        return self._record(Kind.COMMIT, step=step, epoch=before.epoch, outcome=outcome, samples=samples, dropped=dropped,
+                            divisor=vote.divisor, cause=cause)
 
     def _with_joiner(self, members: tuple[Member, ...]) -> tuple[tuple[Member, ...], frozenset[int], str]:
         """Members with the joiner among them, who heals, and their link."""
@@ -327,16 +341,18 @@ class Coordinator:
     ) -> Record:
         name, ready = (link_id, True) if link_id else self._link_of(members)
         deal = self._deal(members, healing) if redeal or self.mode is not Mode.SALVAGE else self.view.deal
-        self.view = View(self.view.epoch.next(), members, healing, self.committed, name, ready, deal, self._kept_links())
+        limit = self._quarantine_after
+        quarantined = tuple(sorted(slot for slot, dead in self._died_of.items() if 0 < limit <= len(dead)))
+        self.view = View(self.view.epoch.next(), members, healing, self.committed, name, ready, deal, self._kept_links(), quarantined)
         self.votes = {}
         return self._record(Kind.VIEW, cause=cause)
 
     def _record(
         self, kind: Kind, step: int = 0, epoch: Epoch | None = None, outcome: Outcome = Outcome.APPLY,
-        samples: tuple[str, ...] = (), divisor: float = 0.0, cause: str = "",
+        samples: tuple[str, ...] = (), dropped: tuple[str, ...] = (), divisor: float = 0.0, cause: str = "",
     ) -> Record:
         self._records += 1
-        return Record(self._records, kind, self.view, step, epoch, outcome, samples, divisor, cause)
+        return Record(self._records, kind, self.view, step, epoch, outcome, samples, dropped, divisor, cause)
 
     def _describe_mismatch(self) -> str:
         rows = "; ".join(

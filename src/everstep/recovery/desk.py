@@ -53,7 +53,7 @@ class Listener:
     ``place(worker)``: (replica, rank), (-1, -1) for a spare. ``on_phase(worker, step, phase)`` when a rank enters a phase (fault
     injection listens here), ``on_death(worker, cause)`` once for every worker that is expelled (its process must then be killed and
     confirmed dead: rule 8), ``on_record`` for every record published, ``on_word(worker, number, word)`` when a rank answers an order
-    of fault injection.
+    of fault injection. ``injected(worker)``: whether it was struck by fault injection.
     """
 
     place: Callable[[str], tuple[int, int]]
@@ -61,6 +61,7 @@ class Listener:
     on_death: Callable[[str, str], None] = lambda worker, cause: None
     on_record: Callable[[Record], None] = lambda record: None
     on_word: Callable[[str, int, str], None] = lambda worker, number, word: None
+    injected: Callable[[str], bool] = lambda worker: False
 
 
 class Desk:
@@ -91,11 +92,13 @@ class Desk:
         """The members hold step ``step`` of a checkpoint; only before the first step of this run."""
         self._event(lambda: self.coordinator.restart_at(step))
 
-    def begin(self, step: int, samples: tuple[str, ...]) -> None:
+    def begin(self, step: int, slots: tuple[tuple[str, ...], ...]) -> None:
+        """Step ``step`` begins, with the samples (ids) of each of its slots."""
         with self._changed:
-            self.coordinator.begin(step, samples)
+            self.coordinator.begin(step, slots)
         view = self.coordinator.view
-        self._events.emit("begin", step=step, epoch=view.epoch.key, members=list(view.replicas), samples=list(samples))
+        self._events.emit("begin", step=step, epoch=view.epoch.key, members=list(view.replicas),
+                          samples=[sample for slot in slots for sample in slot])
 
     def joiner(self, member: Member) -> None:
         """Announce a formed replica. One that lost a rank again in the meantime is not announced: its repair is under way."""
@@ -113,10 +116,18 @@ class Desk:
         replica, rank = self._listener.place(worker)
         self._events.emit("death", step=self.coordinator.committed + 1, epoch=self.coordinator.view.epoch.key,
                           replica=replica, rank=rank, worker=worker, cause=cause)
-        self._event(lambda: self.coordinator.death(worker, cause))
+        computing = self._computing(worker)
+        self._event(lambda: self.coordinator.death(worker, cause, computing))
         if session:
             session.close()
         self._listener.on_death(worker, cause)
+
+    def _computing(self, worker: str) -> tuple[int, ...]:
+        """Slots of the step in progress that a dead worker was in the middle of by its last word, unless it was struck on purpose."""
+        said = self.progress.get(worker)
+        if said is None or said.step != self.coordinator.committed + 1 or self._listener.injected(worker):
+            return ()
+        return tuple(said.detail.get("computing", ()))
 
     def wait(self, condition: Callable[[Coordinator], bool], timeout_s: float) -> bool:
         """Wait until ``condition`` holds after some event; False at the deadline. Raises the stored failure."""
@@ -180,7 +191,10 @@ class Desk:
                 self._events.emit("commit", step=record.step, epoch=record.epoch.key, kind=str(record.outcome),
                                   members=members, samples=list(record.samples), divisor=record.divisor,
                                   next_epoch=view.epoch.key, healing=sorted(view.healing), deal=view.deal.number,
-                                  dealt=list(view.deal.replicas))
+                                  dealt=list(view.deal.replicas), dropped=list(record.dropped))
+                if record.dropped:
+                    self._events.emit("drop", step=record.step, samples=list(record.dropped),
+                                      reason="their slot was in quarantine: replicas died while they computed it")
                 for replica in sorted(self._healing - view.healing):
                     if view.member(replica):
                         self._events.emit("join", step=record.step, epoch=view.epoch.key, replica=replica,
@@ -189,7 +203,7 @@ class Desk:
             case Kind.VIEW:
                 self._events.emit("view", step=view.committed, epoch=view.epoch.key, members=members,
                                   healing=sorted(view.healing), cause=record.cause, deal=view.deal.number,
-                                  dealt=list(view.deal.replicas))
+                                  dealt=list(view.deal.replicas), quarantined=list(view.quarantined))
                 self._healing = view.healing
             case Kind.BUILD:
                 self._events.emit("link_build", link=view.link_id, members=members)

@@ -100,6 +100,7 @@ class FaultInjector:
         self._target, self._events = target, events
         self._changed = threading.Condition()
         self._ordered: set[tuple[int, str]] = set()
+        self._struck: set[str] = set()
         self._phases: dict[str, tuple[int, str]] = {}  # what each worker entered last
 
     @property
@@ -174,7 +175,12 @@ class FaultInjector:
                 planned.armed = worker
             else:
                 planned.fired = True
+                self._struck.add(worker)
             self._changed.notify_all()
+
+    def struck(self, worker: str) -> bool:
+        """Whether a fault has been, or is about to be, done to this worker."""
+        return worker in self._struck
 
     # -- parts -------------------------------------------------------------------------------------------------------------
 
@@ -239,6 +245,7 @@ class FaultInjector:
             "fault", step=fault.step, replica=replica, rank=rank, kind=fault.kind, phase=fault.phase, worker=worker,
             found=self._target.where(worker), done=done,
         )
+        self._struck.add(worker)
         if fault.kind == "partition":
             if not (done := self._target.cut(worker)):
                 return  # a spare that took the victim's place has a direct connection

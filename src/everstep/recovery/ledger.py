@@ -38,8 +38,12 @@ class Inventory:
     sums: torch.Tensor  # float64, CPU, folded over everything held
 
     @property
-    def missing(self) -> tuple[int, ...]:
-        return tuple(slot for slot in range(self.slots) if slot not in self.owners)
+    def held(self) -> tuple[int, ...]:
+        return tuple(sorted(self.owners))
+
+    def missing(self, quarantined: Sequence[int] = ()) -> tuple[int, ...]:
+        """Slots that nobody holds and somebody has to compute."""
+        return tuple(slot for slot in range(self.slots) if slot not in self.owners and slot not in quarantined)
 
 
 class Ledger(ABC):
@@ -165,7 +169,7 @@ class SlotLedger(Ledger):
     def total(
         self, link: Link, inventory: Inventory, stop: Callable[[], bool], timeout_s: float, issued: Callable[[], None], in_place: bool = False
     ) -> list[torch.Tensor]:
-        owners = [inventory.owners[slot] for slot in range(inventory.slots)]
+        owners = dict(sorted(inventory.owners.items()))
         mine = {slot: contribution.gradients for slot, contribution in self._slots.items()}
         return link.fold(self._like, owners, mine, stop, timeout_s, issued)
 

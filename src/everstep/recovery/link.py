@@ -106,7 +106,7 @@ class Link:
         return [r.cpu() for r in rows]
 
     def fold(
-        self, like: Sequence[torch.Tensor], owners: Sequence[int], mine: Mapping[int, Sequence[torch.Tensor]], stop: Callable[[], bool],
+        self, like: Sequence[torch.Tensor], owners: Mapping[int, int], mine: Mapping[int, Sequence[torch.Tensor]], stop: Callable[[], bool],
         timeout_s: float, issued: Callable[[], None] = lambda: None,
     ) -> list[torch.Tensor]:
         """Sums over slots, one after the other in the order of their numbers, each sent by its owner: bitwise the same whoever owns
@@ -114,7 +114,7 @@ class Link:
 
         Args:
             like: tensors of the shapes and dtype of one slot's.
-            owners: for each slot the member (index in ``replicas``) that holds it.
+            owners: slot -> the member (index in ``replicas``) that holds it, in the order of their numbers.
             mine: slot -> its tensors, for those that I own.
         """
         totals = [torch.zeros_like(t) for t in like]
@@ -124,7 +124,7 @@ class Link:
             for part in _ranges(total):
                 window = total.view(-1)[part]
                 pieces, works = [], []
-                for slot, owner in enumerate(owners):
+                for slot, owner in owners.items():
                     piece = mine[slot][index].reshape(-1)[part] if slot in mine else torch.empty_like(window)
                     pieces.append(piece)
                     if not alone:

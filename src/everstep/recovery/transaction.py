@@ -194,20 +194,22 @@ class Transaction:
         if ledger.open(view.deal.number):
             member = view.member(self._replica)
             mine = view.deal.share(member, work.slots) if member else ()
+            mine = tuple(slot for slot in mine if slot not in view.quarantined)
             self._dealt = len(mine) if self._dealt is None else self._dealt
             self._fill(Phase.COMPUTE, work, view, ledger, mine)
         self._healing.finish()
         while True:
             link, inventory = self._exchange(work, record, ledger, stale)
-            if not inventory.missing:
+            missing = inventory.missing(view.quarantined)
+            if not missing:
                 break
-            share = assign(inventory.missing, view.contributors).get(self._replica, ())
+            share = assign(missing, view.contributors).get(self._replica, ())
             self._fill(Phase.SALVAGE, work, view, ledger, share)
         gradients = self._reduce(work, view, ledger, link, inventory, stale)
         divisor = float(inventory.sums[0])
         norm = work.norm(gradients, divisor) if divisor > 0 else float("nan")
         total = Total(view.epoch, gradients, inventory.sums, norm)
-        self._vote(work, view, total, ledger)
+        self._vote(work, view, total, ledger, inventory.held)
         return total
 
     def _fill(self, phase: Phase, work: Work, view: View, ledger: Ledger, slots: tuple[int, ...]) -> None:
@@ -218,7 +220,12 @@ class Transaction:
         start = time.monotonic()
         what = {"slots": list(slots), "deal": view.deal.number, "salvage": phase is Phase.SALVAGE}
         self._tell("compute", work.step, view.epoch, **what)
-        ledger.fill(slots, work.compute)
+
+        def compute(portion: tuple[int, ...]) -> Contribution:
+            self._control.phase(work.step, phase, computing=list(portion))  # if we die of it, the coordinator knows of what
+            return work.compute(portion)
+
+        ledger.fill(slots, compute)
         self._computed += len(slots)
         self._tell("computed", work.step, view.epoch, **what, seconds=time.monotonic() - start)
 
@@ -238,7 +245,7 @@ class Transaction:
             broken = error
             if link is not None:
                 link.drop()
-        seen = zlib.crc32(repr((inventory and inventory.missing, ledger.held)).encode())
+        seen = zlib.crc32(repr((inventory and inventory.held, ledger.held)).encode())
         said = self._world.agree((int(broken is None), int(isinstance(broken, LedgersDiffer)), seen), f"the ledgers of step {work.step}")
         if any(differ for _, differ, _ in said):
             raise broken if isinstance(broken, LedgersDiffer) else LedgersDiffer("at the position of another rank slots count twice")
@@ -267,10 +274,9 @@ class Transaction:
             raise LinkBroken(broken)
         return gradients
 
-    def _vote(self, work: Work, view: View, total: Total, ledger: Ledger) -> None:
+    def _vote(self, work: Work, view: View, total: Total, ledger: Ledger, slots: tuple[int, ...]) -> None:
         digest = _digest(total.gradients) if self._config.enabled else 0
         finite = _is_finite(total)
-        slots = tuple(range(work.slots))
         self._enter(Phase.VOTE, work.step)
         self._tell("vote", work.step, view.epoch, deal=view.deal.number, ledger=list(slots), held=list(ledger.held),
                    divisor=total.divisor, finite=finite, grad_norm=total.grad_norm, digest=digest)

@@ -72,7 +72,8 @@ class View:
     ``healing`` replicas take part with no slots: they receive the state of version ``committed`` from a contributor while it
     computes, add zeros to the total, vote, and apply like everybody else; the next commit makes them contributors.
     ``link_ready`` is true only if every rank of every member acknowledged the link's warm-up; otherwise members form it at
-    their next reduce. ``links`` names the links beside it that stay of use: standbys, and the one in construction.
+    their next reduce. ``links`` names the links beside it that stay of use: standbys, and the one in construction. ``quarantined``:
+    slots of this step that nobody computes any more, because replicas died of it.
     """
 
     epoch: Epoch
@@ -83,6 +84,7 @@ class View:
     link_ready: bool = False
     deal: Deal = Deal(0)
     links: tuple[str, ...] = ()
+    quarantined: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         replicas = [m.replica for m in self.members]
@@ -150,6 +152,7 @@ class Record:
     epoch: Epoch | None = None          # commit: the epoch whose total is applied
     outcome: Outcome = Outcome.APPLY    # commit
     samples: tuple[str, ...] = ()       # commit: sample ids consumed (or dropped, for skip)
+    dropped: tuple[str, ...] = ()       # commit: sample ids of slots in quarantine, which the total lacks
     divisor: float = 0.0                # commit: the summed weight of what was contributed
     cause: str = ""                     # view: why
 
@@ -161,7 +164,7 @@ class Record:
         return Record(
             number=d["number"], kind=Kind(d["kind"]), view=view_from_json(d["view"]), step=d["step"],
             epoch=Epoch(**d["epoch"]) if d["epoch"] else None, outcome=Outcome(d["outcome"]),
-            samples=tuple(d["samples"]), divisor=d["divisor"], cause=d["cause"],
+            samples=tuple(d["samples"]), dropped=tuple(d["dropped"]), divisor=d["divisor"], cause=d["cause"],
         )
 
 
@@ -175,6 +178,7 @@ def view_from_json(d: dict[str, Any]) -> View:
         members=tuple(Member(m["replica"], m["build"], tuple(m["workers"])) for m in d["members"]),
         healing=frozenset(d["healing"]), committed=d["committed"], link_id=d["link_id"], link_ready=d["link_ready"],
         deal=Deal(d["deal"]["number"], tuple((r, b) for r, b in d["deal"]["lives"])), links=tuple(d["links"]),
+        quarantined=tuple(d["quarantined"]),
     )
 
 

@@ -122,8 +122,8 @@ EVENTS: dict[str, EventKind] = {
     "commit": _kind(
         "lead",
         "The step is durably recorded. `kind`: apply, or skip (samples used up, weights unchanged). `members` and those among whom "
-        "slots are `dealt` are of the next step.",
-        "kind members samples divisor deal dealt",
+        "slots are `dealt` are of the next step. `dropped`: samples of slots that the total lacks (quarantine).",
+        "kind members samples divisor deal dealt dropped",
         step=True,
         epoch=True,
     ),
@@ -134,8 +134,9 @@ EVENTS: dict[str, EventKind] = {
     # membership
     "view": _kind(
         "lead",
-        "A new view is in force. `dealt`: among whom the step's slots are divided; a new `deal` number empties all ledgers.",
-        "members cause deal dealt",
+        "A new view is in force. `dealt`: among whom the step's slots are divided; a new `deal` number empties all ledgers. "
+        "`quarantined`: slots of the step that nobody computes any more.",
+        "members cause deal dealt quarantined",
         epoch=True,
     ),
     "obey": _kind("rank", "The rank saw a new view and switched to it.", "replica rank", epoch=True),

@@ -65,12 +65,12 @@ def _totals(rank: int) -> list[tuple[torch.Tensor, list[torch.Tensor], int]]:
             engine = Engine()
             assert ledger.open(1) and not ledger.open(1)
             ledger.fill(dealt[rank], engine.compute)
-            missing = ledger.exchange(link, SLOTS, never, 20.0).missing
+            missing = ledger.exchange(link, SLOTS, never, 20.0).missing()
             assert missing == tuple(sorted(s for part in salvaged for s in part))
             if salvaged[rank]:
                 ledger.fill(salvaged[rank], engine.compute)
             inventory = ledger.exchange(link, SLOTS, never, 20.0)
-            assert not inventory.missing
+            assert not inventory.missing()
             before = [g.clone() for g in engine.buffers]
             issued: list[int] = []
             total = ledger.total(link, inventory, never, 20.0, functools.partial(issued.append, 1))

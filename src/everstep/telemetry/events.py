@@ -123,7 +123,7 @@ EVENTS: dict[str, EventKind] = {
         "lead",
         "The step is durably recorded. `kind`: apply, or skip (samples used up, weights unchanged). `members` and those among whom "
         "slots are `dealt` are of the next step. `dropped`: samples of slots that the total lacks (quarantine).",
-        "kind members samples divisor deal dealt dropped",
+        "kind members samples divisor deal dealt",
         step=True,
         epoch=True,
     ),
@@ -136,7 +136,7 @@ EVENTS: dict[str, EventKind] = {
         "lead",
         "A new view is in force. `dealt`: among whom the step's slots are divided; a new `deal` number empties all ledgers. "
         "`quarantined`: slots of the step that nobody computes any more.",
-        "members cause deal dealt quarantined",
+        "members cause deal dealt",
         epoch=True,
     ),
     "obey": _kind("rank", "The rank saw a new view and switched to it.", "replica rank", epoch=True),

@@ -216,7 +216,7 @@ def one_membership_per_epoch(record: Record) -> tuple[str, bool]:
 
 def divisor_is_contribution(record: Record) -> tuple[str, bool]:
     commits = record.kind("commit")
-    quarantined = {epoch_key(e.epoch): e["quarantined"] for e in record.kind("view")}
+    quarantined = {epoch_key(e.epoch): e.get("quarantined", ()) for e in record.kind("view")}
     for commit in commits:
         votes = record.of_attempt("vote", commit)
         if not votes:
@@ -228,8 +228,9 @@ def divisor_is_contribution(record: Record) -> tuple[str, bool]:
         left_out = set(quarantined.get(epoch_key(commit.epoch), ())) - set(ledger)
         if any(v["ledger"] != ledger for v in votes) or sorted({*ledger, *left_out}) != list(range(len(ledger) + len(left_out))):
             raise Broken(f"step {commit.step}: ledgers {[v['ledger'] for v in votes][:3]} are not every slot once (in quarantine: {sorted(left_out)})")
-        if bool(left_out) != bool(commit["dropped"]):
-            raise Broken(f"step {commit.step}: slots {sorted(left_out)} were left out, samples {commit['dropped'][:3]} are listed as dropped")
+        dropped = commit.get("dropped") or []
+        if bool(left_out) != bool(dropped):
+            raise Broken(f"step {commit.step}: slots {sorted(left_out)} were left out, samples {dropped[:3]} are listed as dropped")
         held: dict[int, list[int]] = defaultdict(list)
         for vote in votes:
             held[vote["rank"]] += vote["held"]

@@ -84,7 +84,8 @@ def live(rank: int, number: int, layout: Layout, broken: bool, victim: bool) -> 
 
     from everstep.engine.step import Engine
 
-    join_world(rank, layout.ranks_per_replica, f"life{number}")
+    # Who takes a seat later waits for it in here.
+    join_world(rank, layout.ranks_per_replica, f"life{number}", timeout_s=600)
     engine = Engine(settings(), tiny_config("qwen3", tied=True), layout.position(rank), layout, torch.device("cpu"))
     engine.init_random(number)
     mine = [batch(i, 2, 9) for i in range(4)][layout.position(rank).dp :: layout.dp]
@@ -128,9 +129,9 @@ FOUR = [Layout(tp=2, pp=2), Layout(dp=2, pp=2), Layout(cp=2, tp=2), Layout(pp=2,
 @pytest.mark.parametrize(
     ("layouts", "deaths"),
     [
-        pytest.param(PAIR * 2, [4, 5], id="8 lives"),
+        pytest.param(PAIR * 2, [5, 7], id="8 lives"),
         pytest.param((PAIR * 13)[:50], [7, 16, 25, 34, 43], id="50 lives", marks=pytest.mark.full),
-        pytest.param(FOUR * 3, [4, 6, 8], id="four ranks", marks=pytest.mark.full),
+        pytest.param(FOUR * 3, [4, 5, 6, 7], id="four ranks", marks=pytest.mark.full),
     ],
 )
 def test_building_again_leaves_nothing_behind(layouts: list[Layout], deaths: list[int]) -> None:
@@ -150,4 +151,4 @@ def test_building_again_leaves_nothing_behind(layouts: list[Layout], deaths: lis
         lives_between = len(after) - len(set(layouts))
         assert (after[-1].heap_bytes - steady[0].heap_bytes) / lives_between < HEAP_BYTES_PER_LIFE, steady
         assert (after[-1].resident_bytes - steady[0].resident_bytes) / lives_between < RESIDENT_BYTES_PER_LIFE, steady
-        print([(l.heap_bytes>>10, l.resident_bytes>>10, l.tensors) for l in after])
+        print([(l.heap_bytes>>10, l.resident_bytes>>10, l.tensors) for l in after])  # XXX

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from everstep.config.schema import RecoveryConfig
-from everstep.errors import Fenced, LedgersDiffer, LinkBroken, ReplicaBroken
+from everstep.errors import DeadlineExceeded, Fenced, LedgersDiffer, LinkBroken, ReplicaBroken
 from everstep.recovery import heal
 from everstep.recovery.control import Control
 from everstep.recovery.ledger import Contribution, Inventory, Ledger, SlotLedger, SumLedger
@@ -109,6 +109,7 @@ class Transaction:
         self._seconds: dict[str, float] = {}
         self._since = 0.0
         self._sender: threading.Thread | None = None
+        self._senders: list[threading.Thread] = []  # of this step and of voided attempts: those that may still read the state
         self._computed = self._dealt = 0  # slots of the step in progress: computed by this replica, and first dealt to it
 
     def run(self, work: Work) -> StepReport:
@@ -309,6 +310,7 @@ class Transaction:
         joiners = [r for r in sorted(view.healing) if view.heal_source(r) == self._replica]
         if joiners:
             self._sender = threading.Thread(target=self._send_state, args=(view, joiners, stale), name="heal-source", daemon=True)
+            self._senders = [sender for sender in self._senders if sender.is_alive()] + [self._sender]
             self._sender.start()
 
     def _finish_sending(self) -> None:
@@ -317,6 +319,18 @@ class Transaction:
         sender, self._sender = self._sender, None
         if sender:
             sender.join(self._config.heal_timeout_s)
+
+    def settle(self) -> None:
+        """Between steps, before the state moves to other memory: wait until nobody reads it any more. A sender of a voided attempt
+        ends when it sees that; a step need not wait for that."""
+        for sender in self._senders:
+            sender.join(self._config.heal_timeout_s)
+            if sender.is_alive():
+                raise DeadlineExceeded(
+                    f"a heal from this rank was called off, but reads its state after {self._config.heal_timeout_s:g} s "
+                    "(recovery.heal_timeout_s) still"
+                )
+        self._senders = []
 
     def _send_state(self, view: View, joiners: list[int], stale: Callable[[], bool]) -> None:
         for joiner in joiners:

@@ -42,8 +42,8 @@ from everstep.engine.model import (
     transformer_config,
     wrap_for_training,
 )
-from everstep.engine.schedule import Finish, no_tokens, run_micro_batches
 from everstep.engine.offload import PARTS, Part, Residence
+from everstep.engine.schedule import Finish, no_tokens, run_micro_batches
 from everstep.engine.source import ModelSource, weights
 from everstep.engine.vocab import token_logprobs
 from everstep.errors import EverstepError, ReplicaBroken

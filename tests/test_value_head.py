@@ -155,3 +155,54 @@ def new_head(rank: int) -> None:
 
 def test_a_language_model_gets_a_new_head() -> None:
     run_ranks(new_head, 1, join=False)
+
+
+def actor_and_critic(rank: int, case: Case) -> None:
+    """Beside each other in one process, sharing its groups, they end in the states of two that were alone."""
+    from everstep.engine.step import Engine
+    from support.models import NllWithEntropy
+
+    layout, at, cpu = case.layout, case.layout.position(rank), torch.device("cpu")
+    mine = [batch(10 + i, 2, 9) for i in range(4)][at.dp :: layout.dp]
+
+    def build(head: Any, seed: int, **more: Any) -> Any:
+        engine = Engine(settings(engine=case.engine), case.model, at, layout, cpu, head, **more)
+        engine.init_random(seed)
+        return engine
+
+    def step(engine: Any, loss: Any) -> None:
+        engine.accumulate(mine, loss, [0] * len(mine))
+        engine.apply(engine.gradients(), SCALE, LR)
+
+    alone = []
+    for head, loss in (("vocabulary", NllWithEntropy()), ("value", SquaredError())):
+        join_world(rank, layout.ranks_per_replica, f"alone-{head}")
+        engine = build(head, 5)
+        for _ in range(2):
+            step(engine, loss)
+        alone.append(engine.state_hash())
+        engine.close()
+    join_world(rank, layout.ranks_per_replica, "together")
+    actor = build("vocabulary", 5)
+    judge = build("value", 5, beside=actor)
+    for _ in range(2):
+        step(actor, NllWithEntropy())
+        actor.offload_to_cpu()
+        step(judge, SquaredError())
+        judge.offload_to_cpu()
+        assert (actor.logprobs(mine) is None) == (judge.values(mine) is None) == (rank not in layout.collect_ranks())
+    assert [actor.state_hash(), judge.state_hash()] == alone
+    judge.close()
+    step(actor, NllWithEntropy())  # the groups are still there
+    with pytest.raises(EverstepError, match="cannot share the groups"):
+        Engine(settings(), case.model, at, Layout(dp=3), cpu, "value", beside=actor)
+    late = build("value", 5, beside=actor)
+    actor.close()
+    with pytest.raises(EverstepError, match="closed"):
+        late.values(mine)
+    late.close()
+
+
+@pytest.mark.parametrize("case", [Case(Layout(tp=2), engine=SP), Case(Layout(pp=2, vpp=2)), Case(Layout(dp=2))])
+def test_an_actor_and_its_critic_share_a_process(case: Case) -> None:
+    run_ranks(actor_and_critic, case.layout.ranks_per_replica, case, join=False, deadline_s=120)

@@ -73,6 +73,11 @@ def close_groups() -> None:
         abort_groups()
         dist.destroy_process_group()
     _unwrap_excepthook()
+    give_memory_back()
+
+
+def give_memory_back() -> None:
+    """Free what a closed engine held: Megatron's models and optimizers are full of cycles."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

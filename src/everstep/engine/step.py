@@ -31,7 +31,14 @@ from torch import Tensor
 from everstep.engine import cpu, hf, lora
 from everstep.engine import state as rank_state
 from everstep.engine.columns import Columns
-from everstep.engine.groups import abort_groups, broken_replica, close_groups, forget_frames, open_groups
+from everstep.engine.groups import (
+    abort_groups,
+    broken_replica,
+    close_groups,
+    forget_frames,
+    give_memory_back,
+    open_groups,
+)
 from everstep.engine.loss import LossFn, pack_sums
 from everstep.engine.model import (
     build_chunks,
@@ -80,7 +87,7 @@ def _inside(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate
             with cpu.redirected():
                 self._residence.backload(_NEEDS.get(method.__name__, PARTS))
                 result = method(self, *args, **kwargs)
-            if self._aborted:  # NCCL work reports success after an abort
+            if self._aborted or (self._beside is not None and self._beside._aborted):  # NCCL work reports success after an abort
                 raise ReplicaBroken("the replica's groups were aborted")
             return result
         except Exception as error:
@@ -102,9 +109,13 @@ class Engine:
 
     def __init__(
         self, config: Config, hf_config: Any, position: Position, layout: Layout, device: torch.device,
-        head: Literal["vocabulary", "value"] = "vocabulary",
+        head: Literal["vocabulary", "value"] = "vocabulary", beside: Engine | None = None,
     ) -> None:  # fmt: skip
-        """``head``: ``value`` makes a critic, whose output is one number per token (see ``values``)."""
+        """``head``: ``value`` makes a critic, whose output is one number per token (see ``values``).
+
+        ``beside``: another engine of this process, of the same layout, whose process groups this one shares (an actor and its
+        critic). All ranks must then call the two in the same order. The other one closes the groups, and is to be closed last.
+        """
         self.config, self.position, self.layout, self.device = config, position, layout, device
         self.arch = dataclasses.replace(read_architecture(hf_config), value_head=head == "value")
         check_layout(self.arch, layout)
@@ -112,12 +123,18 @@ class Engine:
         self._adapters = lora.pieces(self._table, config, layout)  # empty without LoRA
         self._frozen_digest: str | None = None
         self._closed = self._aborted = False
+        self._beside = beside
+        if beside is not None and (beside.layout != layout or beside.position != position):
+            raise EverstepError(f"an engine at {position} of {layout} cannot share the groups of one at {beside.position} of {beside.layout}")
         if device.type == "cuda":
             torch.cuda.set_device(device)
         _set_determinism(config.engine.deterministic, device)
         try:
             with cpu.redirected():
-                open_groups(layout)
+                if beside is None:
+                    open_groups(layout)
+                else:
+                    beside._must_be_open()
                 # Before the model: Megatron's tracker must exist when layers with dropout are built.
                 model_parallel_cuda_manual_seed(config.seed % 2**31)
                 self._megatron = transformer_config(self.arch, config, layout)
@@ -454,19 +471,23 @@ class Engine:
         """Drop the model and every process group of the replica, its world included. Idempotent; talks to nobody.
 
         On gloo this closes the sockets, which is how ranks that still wait for this one learn that it left. Views
-        from ``state()`` and ``gradients()`` keep their memory, not the groups.
+        from ``state()`` and ``gradients()`` keep their memory, not the groups. An engine ``beside`` another one leaves the groups
+        to that one.
         """
         if self._closed:
             return
         self._closed = True
         for name in ("_ddps", "_optimizer", "_slots", "_reference", "_megatron", "_columns", "_residence"):
             self.__dict__.pop(name, None)
-        close_groups()
+        if self._beside is None:
+            close_groups()
+        else:
+            give_memory_back()
 
     # ------------------------------------------------------------------ inside
 
     def _must_be_open(self) -> None:
-        if self._closed:
+        if self._closed or (self._beside is not None and self._beside._closed):
             raise EverstepError("this engine is closed; build a new one")
 
     def _answers(self) -> bool:

@@ -157,7 +157,7 @@ def test_a_language_model_gets_a_new_head() -> None:
     run_ranks(new_head, 1, join=False)
 
 
-def actor_and_critic(rank: int, case: Case) -> None:
+def actor_and_critic(rank: int, number: int, case: Case) -> None:
     """Beside each other in one process, sharing its groups, they end in the states of two that were alone."""
     from everstep.engine.step import Engine
     from support.models import NllWithEntropy
@@ -176,13 +176,13 @@ def actor_and_critic(rank: int, case: Case) -> None:
 
     alone = []
     for head, loss in (("vocabulary", NllWithEntropy()), ("value", SquaredError())):
-        join_world(rank, layout.ranks_per_replica, f"alone-{head}")
+        join_world(rank, layout.ranks_per_replica, f"{number}-alone-{head}")
         engine = build(head, 5)
         for _ in range(2):
             step(engine, loss)
         alone.append(engine.state_hash())
         engine.close()
-    join_world(rank, layout.ranks_per_replica, "together")
+    join_world(rank, layout.ranks_per_replica, f"{number}-together")
     actor = build("vocabulary", 5)
     judge = build("value", 5, beside=actor)
     for _ in range(2):
@@ -203,6 +203,11 @@ def actor_and_critic(rank: int, case: Case) -> None:
     late.close()
 
 
-@pytest.mark.parametrize("case", [Case(Layout(tp=2), engine=SP), Case(Layout(pp=2, vpp=2)), Case(Layout(dp=2))])
-def test_an_actor_and_its_critic_share_a_process(case: Case) -> None:
-    run_ranks(actor_and_critic, case.layout.ranks_per_replica, case, join=False, deadline_s=120)
+def actors_and_critics(rank: int, cases: list[Case]) -> None:
+    for number, case in enumerate(cases):
+        actor_and_critic(rank, number, case)
+
+
+def test_an_actor_and_its_critic_share_a_process() -> None:
+    cases = [Case(Layout(tp=2), engine=SP), Case(Layout(pp=2, vpp=2)), Case(Layout(dp=2))]
+    run_ranks(actors_and_critics, 2, cases, join=False, deadline_s=150)

@@ -71,7 +71,7 @@ _NEEDS: dict[str, tuple[Part, ...]] = {
     "accumulate": ("parameters", "gradients"),
     "squared_norm": (),
     "gather_parameters": ("parameters", "optimizer"),
-    "logprobs": ("parameters",),
+    "logprobs": (),  # see there
     "values": ("parameters",),
 }
 
@@ -357,6 +357,8 @@ class Engine:
             raise EverstepError("there is no reference model; call keep_reference() first")
         if self.arch.value_head:
             raise EverstepError("this engine has a value head, which gives no log-probabilities; call values()")
+        if model == "policy" or self._adapters:
+            self._residence.backload(("parameters",))
         serving = self._reference.serving() if model == "reference" and self._reference else contextlib.nullcontext(self._ddps)
         with serving as chunks:
             return self._evaluate(chunks, micro_batches, lambda batch, logits: self._token_logprobs(logits, batch, temperature, False)[0])

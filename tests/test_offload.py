@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
 import resource
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from everstep.errors import EverstepError
+from everstep.errors import DeadlineExceeded, EverstepError
 from everstep.layout import Layout
 from support import models
 from support.models import NllWithEntropy, batch, settings
@@ -174,6 +177,29 @@ CASES = {
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_nobody_notices_that_memory_moved(ranks: int) -> None:
     run_ranks(check, ranks, CASES[ranks], join=False, deadline_s=150)
+
+
+# ------------------------------------------------------------------ somebody reads
+
+
+def test_memory_does_not_move_while_a_heal_reads_it() -> None:
+    """The sender of an attempt that was called off may be reading the state a little longer than its step lasts."""
+    from everstep.config.schema import RecoveryConfig
+    from everstep.recovery.transaction import Transaction
+
+    nothing: Any = None
+    config = RecoveryConfig(heal_timeout_s=0.2)
+    transaction = Transaction(config, 0, 0, "w0", nothing, nothing, nothing, nothing, nothing, nothing)
+    transaction.settle()
+    for reads_s, waits in ((0.1, True), (0.6, False)):
+        reader = threading.Thread(target=time.sleep, args=(reads_s,))
+        reader.start()
+        transaction._senders.append(reader)
+        with contextlib.nullcontext() if waits else pytest.raises(DeadlineExceeded, match="heal_timeout_s"):
+            transaction.settle()
+        assert reader.is_alive() != waits
+        reader.join()
+    transaction.settle()
 
 
 # ------------------------------------------------------------------ memory of the process

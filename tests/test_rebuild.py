@@ -101,7 +101,11 @@ def live(rank: int, number: int, layout: Layout, broken: bool, victim: bool) -> 
         engine.logprobs(mine, model="reference")
         engine.state_hash()
     engine.close()
-    assert not dist.distributed_c10d._world.pg_map and not dist.is_initialized()
+    world = dist.distributed_c10d._world
+    for registered in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_coalesce_state,
+                       world.tags_to_pg, world.pg_to_tag):  # fmt: skip
+        assert not registered
+    assert not dist.is_initialized()
 
 
 def lives(process: int, layouts: list[Layout], deaths: list[int]) -> list[Left]:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from everstep.checkpoint import adapter, sharded
 from everstep.cluster.batch import TrainingBatch
 from everstep.config import derive
-from everstep.config.schema import Config
+from everstep.config.schema import Config, OffloadConfig
 from everstep.engine import cpu, source
 from everstep.engine.groups import close_groups
 from everstep.engine.loss import LossFn, LossSpec
@@ -104,6 +104,13 @@ class Kept:
     tensors: dict[str, torch.Tensor]
     scalars: dict[str, Any]
     version: int
+
+    def move_to_host(self, offload: OffloadConfig) -> None:
+        """What may be offloaded goes, so that the engine that is built next need not find room beside it."""
+        kinds = (("param/",) if offload.parameters else ()) + (("master/", "exp_avg/", "exp_avg_sq/") if offload.optimizer else ())
+        for name, tensor in self.tensors.items():
+            if name.startswith(kinds) and tensor.is_cuda:
+                self.tensors[name] = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
 
 class StepWork:
@@ -217,6 +224,8 @@ class Worker:
         kept, self._kept = self._kept, None
         if kept and (kept.position != self.position or kept.scalars["has_reference"] != formation.reference):
             kept = None  # it is now another rank, or lacks the reference model: it heals whole
+        if kept:
+            kept.move_to_host(self.config.engine.offload)
         self._entered.clear()
         self._rollout_version = None
         size = len(formation.workers)

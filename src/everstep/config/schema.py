@@ -71,7 +71,8 @@ class OffloadConfig(Section):
     parameters: bool = Field(
         False,
         description="While rollouts are generated, keep the engine's parameters in host memory (page-locked on GPU machines): they "
-        "leave the device once the generation engine has the weights, and come back with the first computation that needs them.",
+        "leave the device once the generation engine has the weights, and come back with the first computation that needs them. Also while "
+        "a rank that lived on builds its engine again.",
     )
     gradients: bool = Field(
         False,
@@ -79,7 +80,8 @@ class OffloadConfig(Section):
     )
     optimizer: bool = Field(
         False,
-        description="From the rollout until the next optimizer step is applied, keep Adam's moments and float32 masters in host memory.",
+        description="From the rollout until the next optimizer step is applied, keep Adam's moments and float32 masters in host memory. "
+        "Also while a rank that lived on builds its engine again.",
     )
     reference: bool = Field(
         False,

@@ -248,6 +248,12 @@ def test_the_trees_of_these_tests_are_possible(tree: dict[str, Any]) -> None:
         ({"layout__pp": 2, "layout__layers_per_stage": [2, 0]}, r"layout.layers_per_stage=\[2, 0\] .*at least 1"),
         ({"layout__pp": 2, "layout__layers_per_stage": [2, 1]}, r"layout.layers_per_stage=\[2, 1\] makes 3 layers, the model has 2"),
         ({"engine__sequence_parallel": True}, r"engine.sequence_parallel=true .*layout.tp=1; raise layout.tp"),
+        ({"engine__offload__reference": True}, r"engine.offload.reference=true, but with rl.kl_coef=0"),
+        (
+            {"engine__offload__reference": True, "rl__kl_coef": 0.1, "lora__rank": 4},
+            r"engine.offload.reference=true, but with lora.rank=4 .* shares the frozen weights",
+        ),
+        ({"recipe": "sft", "engine__offload__optimizer": True}, r"engine.offload.optimizer=true .* recipe=sft has neither"),
         ({"optimizer__wsd_decay_steps": 5}, r"optimizer.wsd_decay_steps=5 belongs to optimizer.schedule=wsd"),
         (
             {"optimizer__schedule": "wsd", "optimizer__wsd_decay_steps": 90, "optimizer__warmup_steps": 11},

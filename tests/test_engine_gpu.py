@@ -98,6 +98,35 @@ def test_four_gpus_combine_them() -> None:
     run_ranks(check_both_types, 4, cases, join=False, deadline_s=240, cuda=True)
 
 
+def check_offload(rank: int) -> None:
+    one = [batch(1, 2, 9)]
+    digests = []
+    for life, moving in enumerate((False, True)):
+        engine, _ = gpu_engine(rank, Layout(), f"offload-{life}", "bfloat16", offload={"reference": moving})
+        for step in range(2):
+            engine.accumulate(one, NllWithEntropy(), [0])
+            engine.apply(engine.gradients(), 0.05, 1e-2)
+            if step == 0:
+                engine.keep_reference()
+            engine.logprobs(one, model="reference")
+            if moving:
+                before = torch.cuda.memory_allocated()
+                freed = engine.offload_to_cpu()
+                # Blocks are rounded up, so it is not less.
+                assert before - torch.cuda.memory_allocated() >= sum(freed.values()) > 0
+                assert all(tensor.is_pinned() for tensor in engine.state().values())
+                if step == 0:
+                    assert engine.backload_to_gpu() == freed
+                    assert torch.cuda.memory_allocated() == before
+        digests.append(engine.state_hash())
+        engine.close()
+    assert digests[0] == digests[1]
+
+
+def test_offload_frees_the_device_and_changes_no_bit() -> None:
+    run_ranks(check_offload, 1, join=False, deadline_s=120, cuda=True)
+
+
 def check_death(rank: int) -> float:
     layout = Layout(tp=2)
     engine, _ = gpu_engine(rank, layout, "before", "bfloat16")

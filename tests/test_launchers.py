@@ -73,11 +73,13 @@ def everstep(folder: Path, *arguments: str, timeout: float = 90) -> Done:
 
 
 def test_grpo_with_tensor_parallelism_gives_the_same_losses_under_both_launchers(tmp_path: Path, ray_cluster: None) -> None:
+    """And whether memory goes to the host during rollouts or not."""
     layout = [*GRPO, "layout.tp=2"]
     done = everstep(tmp_path, "train", DEMO, *layout, "launcher=local", f"run_dir={tmp_path}/local")
     assert done.code == 0, done.err
     assert done.err == ""  # nothing of torchrun's or torch's own
-    same(result(tmp_path / "local"), finish(config(DEMO, tmp_path / "ray", *layout)))
+    offload = [f"engine.offload.{part}=true" for part in ("parameters", "gradients", "optimizer", "reference")]
+    same(result(tmp_path / "local"), finish(config(DEMO, tmp_path / "ray", *layout, *offload)))
 
 
 def test_sft_with_pipeline_stages_gives_the_same_losses_under_a_plain_torchrun(tmp_path: Path, ray_cluster: None) -> None:

@@ -339,6 +339,8 @@ def test_memory_follows_what_it_depends_on() -> None:
     assert exact.memory[0].salvage == base.recovery * (slots - mine)
 
     kept = make_plan(planned(rl={"kl_coef": 0.1}), {}).memory[0]
+    away = make_plan(planned(rl={"kl_coef": 0.1}, engine={"offload": {"reference": True}}), {}).memory[0]
+    assert kept.state == away.state and kept.total - away.total == away.reference > 0
     assert kept.reference == kept.weights and kept.state == base.state + kept.weights
     cheap = make_plan(planned(engine={"recompute": "full"}), {}).memory[0]
     assert cheap.activations < base.activations

@@ -155,3 +155,59 @@ def new_head(rank: int) -> None:
 
 def test_a_language_model_gets_a_new_head() -> None:
     run_ranks(new_head, 1, join=False)
+
+
+def actor_and_critic(rank: int, number: int, case: Case) -> None:
+    """Beside each other in one process, sharing its groups, they end in the states of two that were alone."""
+    from everstep.engine.step import Engine
+    from support.models import NllWithEntropy
+
+    layout, at, cpu = case.layout, case.layout.position(rank), torch.device("cpu")
+    mine = [batch(10 + i, 2, 9) for i in range(4)][at.dp :: layout.dp]
+
+    def build(head: Any, seed: int, **more: Any) -> Any:
+        engine = Engine(settings(engine=case.engine), case.model, at, layout, cpu, head, **more)
+        engine.init_random(seed)
+        return engine
+
+    def step(engine: Any, loss: Any) -> None:
+        engine.accumulate(mine, loss, [0] * len(mine))
+        engine.apply(engine.gradients(), SCALE, LR)
+
+    alone = []
+    for head, loss in (("vocabulary", NllWithEntropy()), ("value", SquaredError())):
+        join_world(rank, layout.ranks_per_replica, f"{number}-alone-{head}")
+        engine = build(head, 5)
+        for _ in range(2):
+            step(engine, loss)
+        alone.append(engine.state_hash())
+        engine.close()
+    join_world(rank, layout.ranks_per_replica, f"{number}-together")
+    actor = build("vocabulary", 5)
+    judge = build("value", 5, beside=actor)
+    for _ in range(2):
+        step(actor, NllWithEntropy())
+        actor.offload_to_cpu()
+        step(judge, SquaredError())
+        judge.offload_to_cpu()
+        assert (actor.logprobs(mine) is None) == (judge.values(mine) is None) == (rank not in layout.collect_ranks())
+    assert [actor.state_hash(), judge.state_hash()] == alone
+    judge.close()
+    step(actor, NllWithEntropy())  # the groups are still there
+    with pytest.raises(EverstepError, match="cannot share the groups"):
+        Engine(settings(), case.model, at, Layout(dp=3), cpu, "value", beside=actor)
+    late = build("value", 5, beside=actor)
+    actor.close()
+    with pytest.raises(EverstepError, match="closed"):
+        late.values(mine)
+    late.close()
+
+
+def actors_and_critics(rank: int, cases: list[Case]) -> None:
+    for number, case in enumerate(cases):
+        actor_and_critic(rank, number, case)
+
+
+def test_an_actor_and_its_critic_share_a_process() -> None:
+    cases = [Case(Layout(tp=2), engine=SP), Case(Layout(pp=2, vpp=2)), Case(Layout(dp=2))]
+    run_ranks(actors_and_critics, 2, cases, join=False, deadline_s=150)

@@ -41,6 +41,7 @@ class RankMemory:
     recovery: int  # the step's total, kept apart from the gradients until it is committed; in exact mode every slot's gradient
     salvage: int  # more than that in a step in which a replica dies
     reference: int  # the reference model of the KL term
+    on_host: int  # of it what engine.offload.reference keeps in host memory while the model is trained
     rollout: int  # the generation engine's copy of the whole model
     activations: int
     logits: int
@@ -52,7 +53,9 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        return self.frozen + self.state + self.gradients + self.recovery + self.rollout + self.activations + self.logits
+        """On the device, in a step in which nobody dies."""
+        held = self.frozen + self.state - self.on_host + self.gradients + self.recovery
+        return held + self.rollout + self.activations + self.logits
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,8 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
                                       recovery.exact
         salvage      4 S              (what is salvaged is added to a sum of its own); with recovery.exact 4 S for each
                                       slot more than the replica has, if it were the last one left
-        reference    b T              (if rl.kl_coef > 0; with LoRA it shares the frozen weights)
+        reference    b T              (if rl.kl_coef > 0; with LoRA it shares the frozen weights; with engine.offload.reference not on
+                                      the device)
         rollout      b (whole model)  (grpo; on the ranks that generate: last stage, tp 0, cp 0)
 
     For one micro-batch of N tokens on this rank (train.micro_batch_size times the longest sample, over cp), hidden size
@@ -195,6 +199,7 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
     held = max(max(step.slots_per_replica) for step in steps) if config.recovery.exact else 0
     salvaged = max(step.slots for step in steps) - held if config.recovery.exact else 1
     salvages = config.recovery.enabled and config.recovery.mode == "salvage" and layout.replicas > 1
+    reference = width * trained if config.recipe == "grpo" and config.rl.kl_coef > 0 else 0
     return RankMemory(
         weights=width * (model + adapters),
         frozen=width * model if adapters else 0,
@@ -202,7 +207,8 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
         optimizer=(8 if width == 4 else 12) * shard,
         recovery=4 * shard * (int(config.recovery.enabled) + held),
         salvage=4 * shard * salvaged if salvages else 0,
-        reference=width * trained if config.recipe == "grpo" and config.rl.kl_coef > 0 else 0,
+        reference=reference,
+        on_host=reference if config.engine.offload.reference else 0,
         rollout=width * shape.parameters if generates else 0,
         activations=activations,
         logits=12 * tokens * (-(-shape.vocab // layout.tp)) if last else 0,

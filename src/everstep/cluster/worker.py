@@ -23,10 +23,11 @@ import torch.distributed as dist
 from everstep.checkpoint import adapter, sharded
 from everstep.cluster.batch import TrainingBatch
 from everstep.config import derive
-from everstep.config.schema import Config
+from everstep.config.schema import Config, OffloadConfig
 from everstep.engine import cpu, source
 from everstep.engine.groups import close_groups
 from everstep.engine.loss import LossFn, LossSpec
+from everstep.engine.offload import Part
 from everstep.engine.step import Engine
 from everstep.errors import CoordinatorLost, DeadlineExceeded, EverstepError, ReplicaBroken, WorkerFailed
 from everstep.layout import Position
@@ -104,6 +105,13 @@ class Kept:
     tensors: dict[str, torch.Tensor]
     scalars: dict[str, Any]
     version: int
+
+    def move_to_host(self, offload: OffloadConfig) -> None:
+        """What may be offloaded goes, so that the engine that is built next need not find room beside it."""
+        kinds = (("param/",) if offload.parameters else ()) + (("master/", "exp_avg/", "exp_avg_sq/") if offload.optimizer else ())
+        for name, tensor in self.tensors.items():
+            if name.startswith(kinds) and tensor.is_cuda:
+                self.tensors[name] = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
 
 class StepWork:
@@ -217,6 +225,8 @@ class Worker:
         kept, self._kept = self._kept, None
         if kept and (kept.position != self.position or kept.scalars["has_reference"] != formation.reference):
             kept = None  # it is now another rank, or lacks the reference model: it heals whole
+        if kept:
+            kept.move_to_host(self.config.engine.offload)
         self._entered.clear()
         self._rollout_version = None
         size = len(formation.workers)
@@ -388,7 +398,10 @@ class Worker:
 
     def generate(self, batch: TrainingBatch, sampling: Sampling) -> TrainingBatch:
         """Completions for prompts; the collecting rank generates, its model-parallel peers help to gather the weights."""
+        room = self.config.engine.offload
+        self._make_room(gradients=room.gradients, optimizer=room.optimizer)
         self._refresh_rollout()
+        self._make_room(parameters=room.parameters)
         if self._rollout is None:
             return batch.slice(0, 0)
         return self._rollout.generate(batch, sampling)
@@ -408,6 +421,23 @@ class Worker:
     def keep_reference(self) -> None:
         """The current weights become the reference model."""
         self.engine.keep_reference()
+
+    def offload_to_cpu(self, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
+        """Bytes freed on this rank's device, by part, their contents being in host memory now; see ``Engine.offload_to_cpu``.
+
+        Whatever is called next brings back what it needs. DeadlineExceeded if a heal that was called off reads the state still.
+        """
+        if self._transaction is not None:
+            self._transaction.settle()
+        return self.engine.offload_to_cpu(parameters, gradients, optimizer)
+
+    def backload_to_gpu(self, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
+        """Bytes taken on this rank's device, by part: the inverse of ``offload_to_cpu``, ahead of the first use."""
+        return self.engine.backload_to_gpu(parameters, gradients, optimizer)
+
+    def _make_room(self, parameters: bool = False, gradients: bool = False, optimizer: bool = False) -> None:
+        if parameters or gradients or optimizer:
+            self.offload_to_cpu(parameters, gradients, optimizer)
 
     def state_hash(self) -> tuple[int | None, str]:
         """(version, hash of every tensor and scalar of this rank's state)."""

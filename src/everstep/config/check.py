@@ -43,6 +43,7 @@ def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> deriv
             "engine.sequence_parallel=true cuts activations over tensor-parallel ranks, but layout.tp=1; "
             "raise layout.tp, or set engine.sequence_parallel=false"
         )
+    _check_offload(config)
     derive.lora_matrices(config)
     check_model(describe(config.model), sizes.layout, config.model.path)
     _check_data_files(config)
@@ -236,6 +237,23 @@ def _check_recipe(config: Config) -> None:
         raise ConfigError(f"warmup.steps={warmup.steps} needs data: set warmup.source, or warmup.steps=0")
     if rl.eval_every and not config.data.eval_source:
         raise ConfigError(f"rl.eval_every={rl.eval_every} needs held-out data: set data.eval_source, or rl.eval_every=0")
+
+
+def _check_offload(config: Config) -> None:
+    """Each key of engine.offload must have something to make room for, or something to move."""
+    offload = config.engine.offload
+    wanted = [f"engine.offload.{name}" for name, on in offload.model_dump().items() if on]
+    if wanted and config.recipe != "grpo":
+        raise ConfigError(
+            f"{wanted[0]}=true makes room for rollouts or moves a reference model, and recipe={config.recipe} has neither; set it to false"
+        )
+    if offload.reference and config.lora.rank:
+        raise ConfigError(
+            f"engine.offload.reference=true, but with lora.rank={config.lora.rank} the reference model shares the frozen weights and has "
+            "none of its own; set it to false"
+        )
+    if offload.reference and config.rl.kl_coef == 0:
+        raise ConfigError("engine.offload.reference=true, but with rl.kl_coef=0 there is no reference model; set one of the two")
 
 
 def _check_schedule(config: Config, sizes: derive.Sizes) -> None:

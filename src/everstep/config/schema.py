@@ -65,6 +65,31 @@ class LayoutConfig(Section):
     dp: int = Field(1, ge=1, description="Data-parallel ranks inside a replica (inner DP).")
 
 
+class OffloadConfig(Section):
+    """What a rank keeps in host memory instead of the device's while the device serves something else."""
+
+    parameters: bool = Field(
+        False,
+        description="While rollouts are generated, keep the engine's parameters in host memory (page-locked on GPU machines): they "
+        "leave the device once the generation engine has the weights, and come back with the first computation that needs them. Also while "
+        "a rank that lived on builds its engine again.",
+    )
+    gradients: bool = Field(
+        False,
+        description="Free the gradient buffers from the rollout to the next optimizer step (4 bytes per trained parameter of a rank).",
+    )
+    optimizer: bool = Field(
+        False,
+        description="From the rollout until the next optimizer step is applied, keep Adam's moments and float32 masters in host memory. "
+        "Also while a rank that lived on builds its engine again.",
+    )
+    reference: bool = Field(
+        False,
+        description="Keep the reference model (rl.kl_coef) in host memory; it is on the device only while its log-probabilities are "
+        "computed. Not with LoRA, whose reference shares the frozen weights.",
+    )
+
+
 class EngineConfig(Section):
     distributed_optimizer: bool = Field(
         True,
@@ -83,6 +108,7 @@ class EngineConfig(Section):
         True,
         description="Deterministic kernels: the same seed and layout give bitwise the same weights (slower on GPU).",
     )
+    offload: OffloadConfig = OffloadConfig()
 
 
 class LoraConfig(Section):

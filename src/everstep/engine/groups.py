@@ -7,6 +7,8 @@ The replica's ``torch.distributed`` world is made by the caller; ``open_groups``
 from __future__ import annotations
 
 import gc
+import inspect
+import sys
 import threading
 import time
 import traceback
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from everstep.errors import ReplicaBroken
 from everstep.layout import Layout
@@ -63,13 +66,36 @@ def close_groups() -> None:
     """
     # Its lru_cache keeps modules, and through them groups, alive.
     RotaryEmbedding.forward.cache_clear()
+    get_cuda_rng_tracker().reset()
     mpu.destroy_model_parallel()
+    _forget_remaining_groups()
     if dist.is_initialized():
         abort_groups()
         dist.destroy_process_group()
+    _unwrap_excepthook()
+    give_memory_back()
+
+
+def give_memory_back() -> None:
+    """Free what a closed engine held: Megatron's models and optimizers are full of cycles."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def _forget_remaining_groups() -> None:
+    """``destroy_model_parallel`` forgets some of its groups (those of experts, of parts of optimizer instances): each would keep
+    its sockets open until the next life's group replaces it."""
+    for name, value in list(vars(mpu).items()):
+        members = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        if any(isinstance(member, dist.ProcessGroup) for member in members):
+            setattr(mpu, name, {} if isinstance(value, dict) else None)
+
+
+def _unwrap_excepthook() -> None:
+    """``init_process_group`` puts one more function of its own around ``sys.excepthook`` each time, and never takes it off."""
+    while getattr(sys.excepthook, "__qualname__", "") == "init_process_group.<locals>._distributed_excepthook":
+        sys.excepthook = inspect.getclosurevars(sys.excepthook).nonlocals["old_hook"]
 
 
 def abort_groups() -> None:

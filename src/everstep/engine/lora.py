@@ -42,6 +42,7 @@ from everstep.config.derive import lora_matrices
 from everstep.config.schema import Config, LoraConfig
 from everstep.engine.hf import Getter, Piece
 from everstep.engine.model import Architecture, bare, chunk_prefix, rank_parameters
+from everstep.engine.offload import host_bytes
 from everstep.errors import BadInput
 from everstep.layout import Layout
 
@@ -266,7 +267,7 @@ def frozen_digest(chunks: Sequence[nn.Module]) -> str:
     for name, parameter in rank_parameters(chunks).items():
         if not parameter.requires_grad:
             digest.update(name.encode())
-            digest.update(parameter.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
+            digest.update(host_bytes(parameter.detach().contiguous().cpu()))
     return digest.hexdigest()
 
 

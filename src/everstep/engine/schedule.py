@@ -72,7 +72,7 @@ def run_micro_batches(
         own = columns.own(F.pad(ids, (0, 0, 0, samples - len(ids))), width)
         return chunk(own, columns.own(positions, width), None, **precision), after
 
-    with _kept_random_state():
+    with _kept_random_state(), _nothing_left_of_a_failed_backward():
         results = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=[iter(work) for _ in chunks] if len(chunks) > 1 else iter(work),
@@ -104,6 +104,20 @@ def _seed(seed: int, layout: Layout, chunk: int) -> None:
     position = stage * layout.cp + mpu.get_context_parallel_rank()
     # Megatron adds 2718 and the tensor-parallel rank for streams that differ between those ranks.
     model_parallel_cuda_manual_seed((seed * layout.pp * layout.vpp * layout.cp + position) % 2**31)
+
+
+@contextlib.contextmanager
+def _nothing_left_of_a_failed_backward() -> Iterator[None]:
+    """On the CPU torch keeps the parts of a backward that it did not come to, because one of them raised, in a queue of the calling
+    thread. They hold the model, its groups and their open sockets, by which other ranks learn that this one gave up. A backward
+    of something recorded earlier, and so due later, makes torch throw them away."""
+    with torch.enable_grad():
+        earlier = torch.zeros(1, device="cpu", requires_grad=True).clone()
+    try:
+        yield
+    except BaseException:
+        earlier.backward()  # type: ignore[no-untyped-call]
+        raise
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from everstep.engine.hf import Piece
 from everstep.engine.model import rank_parameters
+from everstep.engine.offload import HostCopy, host_bytes
 from everstep.errors import EverstepError
 
 
@@ -71,6 +72,28 @@ def adam_slots(chunks: list[DistributedDataParallel], optimizer: Any) -> list[Sl
             adam["exp_avg_sq"] = torch.zeros_like(stepped, memory_format=torch.preserve_format)
         slots[names[parameter]] = Slot(names[parameter], stepped, master, adam)
     return [slots[name] for name in names.values() if name in slots]
+
+
+def _buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator[Any]:
+    return (buffer for ddp in chunks for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers))
+
+
+def parameter_memory(chunks: Sequence[DistributedDataParallel]) -> Iterator[Tensor]:
+    """Tensors that lie on all memory of this rank's parameters."""
+    yield from (parameter.detach() for parameter in rank_parameters(chunks).values())
+    yield from (buffer.param_data for buffer in _buffers(chunks) if buffer.param_data is not None)
+
+
+def gradient_memory(chunks: Sequence[DistributedDataParallel]) -> Iterator[Tensor]:
+    """Tensors that lie on all memory of this rank's gradients."""
+    return (buffer.grad_data for buffer in _buffers(chunks))
+
+
+def optimizer_memory(slots: Sequence[Slot]) -> Iterator[Tensor]:
+    """Tensors that lie on all memory of this rank's moments and masters. A parameter that has no master is not among them."""
+    for slot in slots:
+        yield from ([slot.stepped.detach()] if slot.has_master else [])
+        yield from (slot.adam["exp_avg"], slot.adam["exp_avg_sq"])
 
 
 def _buckets(chunks: list[DistributedDataParallel]) -> Iterator[tuple[Any, Any]]:
@@ -137,10 +160,20 @@ def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class ReferenceCopy:
-    """A reference model with weights of its own: frozen ``chunks`` like those of the model."""
+    """A reference model with weights of its own: frozen ``chunks`` like those of the model.
 
-    def __init__(self, chunks: list[torch.nn.Module], model: Sequence[torch.nn.Module]) -> None:
+    ``host_of``: a device whose memory they are to have only while they compute; they live in host memory then, page-locked where
+    that device is a GPU, and ``tensors`` are there.
+    """
+
+    def __init__(
+        self, chunks: list[torch.nn.Module], model: Sequence[torch.nn.Module], host_of: torch.device | None = None
+    ) -> None:
         self._chunks, self._model = chunks, model
+        self._home: HostCopy | None = None
+        if host_of is not None:
+            self._home = HostCopy(lambda: (p.detach() for p in rank_parameters(chunks).values()), host_of)
+            self._home.take()
         self.keep()
 
     @torch.no_grad()
@@ -151,11 +184,15 @@ class ReferenceCopy:
             kept[name].copy_(parameter)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in rank_parameters(self._chunks).items()}
+        own = {name: parameter.detach() for name, parameter in rank_parameters(self._chunks).items()}
+        if self._home is None:
+            return own
+        return {name: view for name, tensor in own.items() if (view := self._home.view(tensor)) is not None}
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[Sequence[torch.nn.Module]]:
-        yield self._chunks
+        with self._home.visiting() if self._home else contextlib.nullcontext():
+            yield self._chunks
 
 
 def state_views(
@@ -193,6 +230,5 @@ def hash_state(views: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(scalars, sort_keys=True).encode())
     for name, tensor in views.items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(flat.cpu().numpy().data)
+        digest.update(host_bytes(tensor.detach().contiguous().cpu()))
     return digest.hexdigest()

@@ -5,8 +5,8 @@
 The engine knows nothing of replicas, epochs or commits. Nothing is averaged here: gradients, losses and metrics are
 sums, and the divisor arrives with ``apply``. Legend: B samples, T token columns.
 
-All methods but ``state``, ``state_scalars``, ``load_scalars``, ``state_hash`` and ``close`` are collective over the
-replica. A collective that fails because a peer is gone raises ReplicaBroken; the caller then closes the engine.
+All methods but ``state``, ``state_scalars``, ``load_scalars``, ``state_hash``, ``offload_to_cpu``, ``backload_to_gpu`` and
+``close`` are collective over the replica. A collective that fails because a peer is gone raises ReplicaBroken; the caller then closes the engine.
 Waits inside Megatron end with the timeout of the process groups, or when a neighbour closes its sockets.
 """
 
@@ -31,7 +31,14 @@ from torch import Tensor
 from everstep.engine import cpu, hf, lora
 from everstep.engine import state as rank_state
 from everstep.engine.columns import Columns
-from everstep.engine.groups import abort_groups, broken_replica, close_groups, forget_frames, open_groups
+from everstep.engine.groups import (
+    abort_groups,
+    broken_replica,
+    close_groups,
+    forget_frames,
+    give_memory_back,
+    open_groups,
+)
 from everstep.engine.loss import LossFn, pack_sums
 from everstep.engine.model import (
     build_chunks,
@@ -42,6 +49,7 @@ from everstep.engine.model import (
     transformer_config,
     wrap_for_training,
 )
+from everstep.engine.offload import PARTS, Part, Residence
 from everstep.engine.schedule import Finish, no_tokens, run_micro_batches
 from everstep.engine.source import ModelSource, weights
 from everstep.engine.vocab import token_logprobs
@@ -56,16 +64,30 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+#: What a method that ``_inside`` wraps needs on the device; those not named need everything.
+_NEEDS: dict[str, tuple[Part, ...]] = {
+    "_next": ("parameters",),
+    "keep_reference": ("parameters",),
+    "accumulate": ("parameters", "gradients"),
+    "squared_norm": (),
+    "gather_parameters": ("parameters", "optimizer"),
+    "logprobs": (),  # see there
+    "values": ("parameters",),
+}
+
+
 def _inside(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
-    """Run a method with CUDA calls redirected (CPU only) and failed collectives reported as ReplicaBroken."""
+    """Run a method with what it needs on the device, CUDA calls redirected (CPU only) and failed collectives reported as
+    ReplicaBroken."""
 
     @functools.wraps(method)
     def wrapped(self: Engine, *args: P.args, **kwargs: P.kwargs) -> R:
         self._must_be_open()
         try:
             with cpu.redirected():
+                self._residence.backload(_NEEDS.get(method.__name__, PARTS))
                 result = method(self, *args, **kwargs)
-            if self._aborted:  # NCCL work reports success after an abort
+            if self._aborted or (self._beside is not None and self._beside._aborted):  # NCCL work reports success after an abort
                 raise ReplicaBroken("the replica's groups were aborted")
             return result
         except Exception as error:
@@ -87,9 +109,13 @@ class Engine:
 
     def __init__(
         self, config: Config, hf_config: Any, position: Position, layout: Layout, device: torch.device,
-        head: Literal["vocabulary", "value"] = "vocabulary",
+        head: Literal["vocabulary", "value"] = "vocabulary", beside: Engine | None = None,
     ) -> None:  # fmt: skip
-        """``head``: ``value`` makes a critic, whose output is one number per token (see ``values``)."""
+        """``head``: ``value`` makes a critic, whose output is one number per token (see ``values``).
+
+        ``beside``: another engine of this process, of the same layout, whose process groups this one shares (an actor and its
+        critic). All ranks must then call the two in the same order. The other one closes the groups, and is to be closed last.
+        """
         self.config, self.position, self.layout, self.device = config, position, layout, device
         self.arch = dataclasses.replace(read_architecture(hf_config), value_head=head == "value")
         check_layout(self.arch, layout)
@@ -97,12 +123,18 @@ class Engine:
         self._adapters = lora.pieces(self._table, config, layout)  # empty without LoRA
         self._frozen_digest: str | None = None
         self._closed = self._aborted = False
+        self._beside = beside
+        if beside is not None and (beside.layout != layout or beside.position != position):
+            raise EverstepError(f"an engine at {position} of {layout} cannot share the groups of one at {beside.position} of {beside.layout}")
         if device.type == "cuda":
             torch.cuda.set_device(device)
         _set_determinism(config.engine.deterministic, device)
         try:
             with cpu.redirected():
-                open_groups(layout)
+                if beside is None:
+                    open_groups(layout)
+                else:
+                    beside._must_be_open()
                 # Before the model: Megatron's tracker must exist when layers with dropout are built.
                 model_parallel_cuda_manual_seed(config.seed % 2**31)
                 self._megatron = transformer_config(self.arch, config, layout)
@@ -114,6 +146,14 @@ class Engine:
                 self._ddps, self._optimizer = wrap_for_training(chunks, self._megatron, config)
                 self._slots = rank_state.adam_slots(self._ddps, self._optimizer)
                 self._counted = rank_state.counted_ranges(self._ddps, self._table + self._adapters)
+                self._residence = Residence(
+                    {
+                        "parameters": functools.partial(rank_state.parameter_memory, self._ddps),
+                        "gradients": functools.partial(rank_state.gradient_memory, self._ddps),
+                        "optimizer": functools.partial(rank_state.optimizer_memory, self._slots),
+                    },
+                    device,
+                )
         except Exception as error:
             broken = broken_replica(error)
             if broken is None:
@@ -199,7 +239,8 @@ class Engine:
         else:
             chunks = build_chunks(self.arch, self._megatron, self.layout)
             frozen = [in_model_precision(c.requires_grad_(False), self._megatron).eval() for c in chunks]
-            self._reference = rank_state.ReferenceCopy(frozen, self._ddps)
+            host_of = self.device if self.config.engine.offload.reference else None
+            self._reference = rank_state.ReferenceCopy(frozen, self._ddps, host_of)
 
     # ------------------------------------------------------------------ gradients
 
@@ -220,6 +261,7 @@ class Engine:
         """
         if len(seeds) != len(micro_batches):
             raise EverstepError(f"{len(micro_batches)} micro-batches but {len(seeds)} seeds; give one seed each")
+        self._residence.gradients_spent = False
         for ddp in self._ddps:
             ddp.zero_grad_buffer()
             ddp.train()
@@ -253,6 +295,7 @@ class Engine:
         With the distributed optimizer this is the rank's shard, else everything. ``apply`` overwrites them.
         """
         self._must_be_open()
+        self._residence.backload(("gradients",))
         return rank_state.gradient_shards(self._ddps)
 
     @_inside
@@ -283,6 +326,7 @@ class Engine:
         self._optimizer.prepare_grads()
         self._optimizer.step_with_ready_grads()
         self._optimizer.zero_grad()
+        self._residence.gradients_spent = True
 
     @_inside
     def gather_parameters(self) -> None:
@@ -313,6 +357,8 @@ class Engine:
             raise EverstepError("there is no reference model; call keep_reference() first")
         if self.arch.value_head:
             raise EverstepError("this engine has a value head, which gives no log-probabilities; call values()")
+        if model == "policy" or self._adapters:
+            self._residence.backload(("parameters",))
         serving = self._reference.serving() if model == "reference" and self._reference else contextlib.nullcontext(self._ddps)
         with serving as chunks:
             return self._evaluate(chunks, micro_batches, lambda batch, logits: self._token_logprobs(logits, batch, temperature, False)[0])
@@ -351,10 +397,15 @@ class Engine:
 
         See ``everstep.engine.state.state_views`` for the names. Adam's step counter is in ``state_scalars``. ``frozen=False``
         leaves out what LoRA never trains, which a rank can have from model.path.
+
+        Of what is offloaded the views are on the host, and nothing is brought back for them. They are good until that part moves:
+        ask again after ``offload_to_cpu``, and after any method that needs it on the device.
         """
         self._must_be_open()
         kept = self._reference.tensors() if self._reference is not None else {}
-        return rank_state.state_views(self._ddps, self._slots, kept, frozen)
+        with self._residence.lock:
+            views = rank_state.state_views(self._ddps, self._slots, kept, frozen)
+            return {name: self._residence.view(tensor) for name, tensor in views.items()}
 
     def state_scalars(self) -> dict[str, Any]:
         """What of the state is no tensor: ``adam_step``, whether there is a reference model, and, with LoRA, its scale and
@@ -385,6 +436,30 @@ class Engine:
         """SHA-256 over ``state()`` and ``state_scalars()`` of this rank. Equal positions of replicas must agree."""
         return rank_state.hash_state(self.state(), self.state_scalars())
 
+    # ------------------------------------------------------------------ memory
+
+    def offload_to_cpu(self, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
+        """Move these parts to host memory (page-locked where there is a GPU) and free theirs on the device. Local.
+
+        Returns the bytes freed, by part; 0 for what is there already. Nobody else may be reading views from ``state()`` or
+        ``gradients()`` meanwhile, or read them afterwards. Every method brings back by itself what it needs; gradients that
+        ``apply`` has consumed come back as zeros, everything else bit by bit. ``optimizer``: moments and float32 masters; without
+        masters (model.dtype=float32) parameters and what the optimizer updates are one. A reference model with weights of its own
+        is not meant here: see engine.offload.reference.
+        """
+        self._must_be_open()
+        wanted = zip(PARTS, (parameters, gradients, optimizer), strict=True)
+        return self._residence.offload([part for part, moves in wanted if moves])
+
+    def backload_to_gpu(self, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
+        """The inverse of ``offload_to_cpu``; returns the bytes taken on the device, by part. Local.
+
+        torch.OutOfMemoryError if the device has no room: nothing is lost, and it can be called again.
+        """
+        self._must_be_open()
+        wanted = zip(PARTS, (parameters, gradients, optimizer), strict=True)
+        return self._residence.backload([part for part, moves in wanted if moves])
+
     def abort(self) -> None:
         """For another thread, once a peer is dead: end the collectives in which the engine's thread waits.
 
@@ -398,19 +473,23 @@ class Engine:
         """Drop the model and every process group of the replica, its world included. Idempotent; talks to nobody.
 
         On gloo this closes the sockets, which is how ranks that still wait for this one learn that it left. Views
-        from ``state()`` and ``gradients()`` keep their memory, not the groups.
+        from ``state()`` and ``gradients()`` keep their memory, not the groups. An engine ``beside`` another one leaves the groups
+        to that one.
         """
         if self._closed:
             return
         self._closed = True
-        for name in ("_ddps", "_optimizer", "_slots", "_reference", "_megatron", "_columns"):
+        for name in ("_ddps", "_optimizer", "_slots", "_reference", "_megatron", "_columns", "_residence"):
             self.__dict__.pop(name, None)
-        close_groups()
+        if self._beside is None:
+            close_groups()
+        else:
+            give_memory_back()
 
     # ------------------------------------------------------------------ inside
 
     def _must_be_open(self) -> None:
-        if self._closed:
+        if self._closed or (self._beside is not None and self._beside._closed):
             raise EverstepError("this engine is closed; build a new one")
 
     def _answers(self) -> bool:

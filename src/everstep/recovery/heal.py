@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from everstep.engine.offload import host_bytes
 from everstep.errors import DeadlineExceeded, InvariantViolated, LinkBroken
 
 CHUNK_BYTES = 32 << 20
@@ -190,10 +191,10 @@ def receive(stream: HealStream, state: State, version: int) -> Healed:
         if chunk.is_cuda:
             staging = staging if staging is not None else torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
             host = staging[: chunk.numel()]
-            _receive_checked(stream, _memory(host), size, checksum)
+            _receive_checked(stream, host_bytes(host), size, checksum)
             chunk.copy_(host)  # returns when the buffer may be used again
         else:
-            _receive_checked(stream, _memory(chunk), size, checksum)
+            _receive_checked(stream, host_bytes(chunk), size, checksum)
         nbytes += size
     state.version = version
     return Healed(nbytes, time.monotonic() - start)
@@ -241,17 +242,17 @@ def _on_host(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
     copier: _FromDevice | None = None
     for chunk in _chunks(tensors):
         if not chunk.is_cuda:
-            yield _memory(chunk)
+            yield host_bytes(chunk)
             continue
         copier = copier or _FromDevice(chunk.device)
         following = copier.start(chunk)
         if staged:
             staged[1].synchronize()
-            yield _memory(staged[0])
+            yield host_bytes(staged[0])
         staged = following
     if staged:
         staged[1].synchronize()
-        yield _memory(staged[0])
+        yield host_bytes(staged[0])
 
 
 class _FromDevice:
@@ -272,8 +273,3 @@ class _FromDevice:
 
 def _checksum(host: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(host)
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a uint8 host tensor, in place."""
-    return memoryview(tensor.numpy())  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from everstep.errors import DeadlineExceeded
 from everstep.recovery import heal
 from everstep.recovery.view import View
 from everstep.telemetry.events import EventLog
@@ -21,6 +22,7 @@ class Healing:
         self._replica, self._rank, self._store, self._host = replica, rank, store, host
         self._state, self._timeout_s, self._events = state, timeout_s, events
         self._sender: threading.Thread | None = None
+        self._senders: list[threading.Thread] = []  # of this step and of voided attempts: those that may still read the state
 
     def receive(self, view: View, stale: Callable[[], bool]) -> heal.Healed:
         """Hold version ``view.committed``, from my position's peer. Raises LinkBroken if the view is overtaken or the source is gone."""
@@ -32,6 +34,7 @@ class Healing:
         joiners = [r for r in sorted(view.healing) if view.heal_source(r) == self._replica]
         if joiners:
             self._sender = threading.Thread(target=self._send, args=(view, joiners, stale), name="heal-source", daemon=True)
+            self._senders = [sender for sender in self._senders if sender.is_alive()] + [self._sender]
             self._sender.start()
 
     def finish(self) -> None:
@@ -44,6 +47,17 @@ class Healing:
     def forget(self) -> None:
         """The step is over. A sender of a voided attempt ends by itself: its epoch is over."""
         self._sender = None
+
+    def settle(self) -> None:
+        """Between steps, before the state moves to other memory: wait until nobody reads it any more. A sender of a voided attempt
+        ends when it sees that; a step need not wait for that. Raises DeadlineExceeded."""
+        for sender in self._senders:
+            sender.join(self._timeout_s)
+            if sender.is_alive():
+                raise DeadlineExceeded(
+                    f"a heal from this rank was called off, but reads its state after {self._timeout_s:g} s (recovery.heal_timeout_s) still"
+                )
+        self._senders = []
 
     def _send(self, view: View, joiners: list[int], stale: Callable[[], bool]) -> None:
         for joiner in joiners:

@@ -154,6 +154,10 @@ class Transaction:
             self._control.link_failed(record.view.link_id, str(broken), void)
         self._control.after(record.number, self._config.step_timeout_s, "the next view after a broken link")
 
+    def settle(self) -> None:
+        """Between steps: nobody reads this rank's state any more once this returns. Raises DeadlineExceeded."""
+        self._healing.settle()
+
     # -- one attempt -----------------------------------------------------------------------------------------------------
 
     def _agree_on_view(self, step: int) -> Record:

@@ -17,10 +17,11 @@ VOCAB = 101  # odd: must be padded for tp=2
 
 
 def tiny_config(family: str, *, tied: bool = False, **changes: Any) -> Any:
-    """A transformers config of ``llama``, ``qwen2`` or ``qwen3``: 4 layers, 4 heads in 2 groups."""
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+    """A transformers config: 4 layers, 4 heads in 2 groups. ``qwen3_moe``: 8 experts, of which 3, but layer 1 dense; ``mixtral``:
+    4 experts, of which 2."""
+    from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-    kind = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[family]
+    kinds = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig, "mixtral": MixtralConfig}
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -32,9 +33,13 @@ def tiny_config(family: str, *, tied: bool = False, **changes: Any) -> Any:
         "tie_word_embeddings": tied,
         "initializer_range": 0.2,  # large, so that a wrong layer shows
     }
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_moe"):
         settings["head_dim"] = 16  # not hidden_size / heads
-    return kind(**{**settings, **changes})
+    if family == "qwen3_moe":
+        settings |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "mlp_only_layers": [1], "norm_topk_prob": True}
+    if family == "mixtral":
+        settings |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return kinds[family](**{**settings, **changes})
 
 
 @dataclass(frozen=True)

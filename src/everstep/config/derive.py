@@ -26,6 +26,7 @@ def layout(config: Config) -> Layout:
         spares=sizes.spares,
         tp=sizes.tp,
         cp=sizes.cp,
+        ep=sizes.ep,
         dp=sizes.dp,
         pp=sizes.pp,
         vpp=sizes.vpp,

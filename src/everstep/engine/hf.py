@@ -3,6 +3,9 @@
 One table (``pieces``) says, for every parameter of the model, which Hugging Face tensors it is made of, which
 pipeline stage holds it and how the tensor-parallel ranks cut it; loading, export and random initialisation all read
 that table. Legend: H query heads, G key/value heads, D channels per head, F intermediate size, V vocabulary.
+
+Experts go by the names under which transformers saves them, one tensor for each matrix of each expert; in memory transformers
+(from version 5 on) fuses the experts of a layer, and those names are understood too (``everstep.engine.fused``).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from everstep.engine.fused import expert_names, single_experts
 from everstep.engine.model import Architecture, chunk_prefix
 from everstep.errors import BadInput
 from everstep.layout import Layout
@@ -31,7 +35,8 @@ class Piece:
     """One parameter of the model: ``local`` is its name among ``model.rank_parameters`` of pipeline rank ``stage``.
 
     ``names`` and ``shapes`` are the Hugging Face tensors it holds (q, k, v or gate, up or one), ``shape`` its own on
-    every rank. ``shared``: a second copy of the embedding, kept equal by Megatron, that exports and norms skip.
+    every rank. ``shared``: a second copy of the embedding, kept equal by Megatron, that exports and norms skip. ``ep``: the
+    expert-parallel rank that holds it; None: all do.
     """
 
     local: str
@@ -41,6 +46,11 @@ class Piece:
     shapes: tuple[tuple[int, ...], ...]
     shape: tuple[int, ...]
     shared: bool = False
+    ep: int | None = None
+
+    def held(self, stage: int, ep: int) -> bool:
+        """Whether the ranks of pipeline stage ``stage`` and expert-parallel rank ``ep`` hold it."""
+        return self.stage == stage and self.ep in (None, ep)
 
     @property
     def replicated(self) -> bool:
@@ -71,10 +81,10 @@ def pieces(arch: Architecture, layout: Layout) -> list[Piece]:
         theirs = f"model.layers.{layer}."
 
         def add(
-            local: str, cut: Cut, names: list[str], shapes: list[tuple[int, ...]], shape: tuple[int, ...],
+            local: str, cut: Cut, names: list[str], shapes: list[tuple[int, ...]], shape: tuple[int, ...], ep: int | None = None,
             stage: int = stage, mine: str = mine, theirs: str = theirs,
         ) -> None:  # fmt: skip
-            table.append(Piece(mine + local, stage, cut, tuple(theirs + n for n in names), tuple(shapes), shape))
+            table.append(Piece(mine + local, stage, cut, tuple(theirs + n for n in names), tuple(shapes), shape, ep=ep))
 
         qkv = [f"self_attn.{n}_proj" for n in "qkv"]
         gate_up = ["mlp.gate_proj", "mlp.up_proj"]
@@ -97,14 +107,24 @@ def pieces(arch: Architecture, layout: Layout) -> list[Piece]:
                     f"self_attention.{n}_layernorm.weight", "whole",
                     [f"self_attn.{n}_norm.weight"], [(a.head_dim,)], (a.head_dim,),
                 )  # fmt: skip
-        add(
-            "mlp.linear_fc1.weight", "gate_up",
-            [f"{n}.weight" for n in gate_up], [(a.ffn, h)] * 2, (2 * a.ffn // tp, h),
-        )  # fmt: skip
-        add("mlp.linear_fc2.weight", "columns", ["mlp.down_proj.weight"], [(h, a.ffn)], (h, a.ffn // tp))
-        if a.mlp_bias:
-            add("mlp.linear_fc1.bias", "gate_up", [f"{n}.bias" for n in gate_up], [(a.ffn,)] * 2, (2 * a.ffn // tp,))
-            add("mlp.linear_fc2.bias", "whole", ["mlp.down_proj.bias"], [(h,)], (h,))
+        if a.experts is not None and a.experts.sparse[layer]:
+            x, inside = a.experts, expert_names(a.family)
+            add("mlp.router.weight", "whole", [f"{inside.block}.gate.weight"], [(x.count, h)], (x.count, h))
+            for expert in range(x.count):
+                ep, number = divmod(expert, x.count // layout.ep)
+                local, its = f"mlp.experts.local_experts.{number}.", f"{inside.block}.experts.{expert}."
+                fc1 = [f"{its}{n}.weight" for n in (inside.gate, inside.up)]
+                add(f"{local}linear_fc1.weight", "gate_up", fc1, [(x.ffn, h)] * 2, (2 * x.ffn // tp, h), ep)
+                add(f"{local}linear_fc2.weight", "columns", [f"{its}{inside.down}.weight"], [(h, x.ffn)], (h, x.ffn // tp), ep)
+        else:
+            add(
+                "mlp.linear_fc1.weight", "gate_up",
+                [f"{n}.weight" for n in gate_up], [(a.ffn, h)] * 2, (2 * a.ffn // tp, h),
+            )  # fmt: skip
+            add("mlp.linear_fc2.weight", "columns", ["mlp.down_proj.weight"], [(h, a.ffn)], (h, a.ffn // tp))
+            if a.mlp_bias:
+                add("mlp.linear_fc1.bias", "gate_up", [f"{n}.bias" for n in gate_up], [(a.ffn,)] * 2, (2 * a.ffn // tp,))
+                add("mlp.linear_fc2.bias", "whole", ["mlp.down_proj.bias"], [(h,)], (h,))
         add("input_layernorm.weight", "whole", ["input_layernorm.weight"], [(h,)], (h,))
         add("pre_mlp_layernorm.weight", "whole", ["post_attention_layernorm.weight"], [(h,)], (h,))
     table.append(
@@ -185,10 +205,11 @@ def load(
     BadInput if a tensor is missing or has another shape than config.json says.
     """
     tp, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
-    stage = mpu.get_pipeline_model_parallel_rank()
+    source = single_experts(source, arch)
+    stage, ep = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
     left = dict(parameters)
     for piece in table:
-        if piece.stage != stage:
+        if not piece.held(stage, ep):
             continue
         whole = []
         for name, shape in zip(piece.names, piece.shapes, strict=True):
@@ -254,12 +275,13 @@ def export(
     """
     tp_group, tp = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_world_size()
     pp_group, pp = mpu.get_pipeline_model_parallel_group(), mpu.get_pipeline_model_parallel_world_size()
-    stage = mpu.get_pipeline_model_parallel_rank()
+    ep_group, ep = mpu.get_expert_model_parallel_group(), mpu.get_expert_model_parallel_world_size()
+    stage, ep_rank = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
     like = next(iter(parameters.values()))
     for piece in table:
         if piece.shared:
             continue
-        if piece.stage == stage:
+        if piece.held(stage, ep_rank):
             own = parameters[piece.local].detach()
             if piece.replicated or tp == 1:
                 shards = [own]
@@ -271,6 +293,8 @@ def export(
         else:
             whole = [torch.empty(shape, dtype=like.dtype, device=like.device) for shape in piece.shapes]
         for name, tensor in zip(piece.names, whole, strict=True):
+            if piece.ep is not None and ep > 1 and piece.stage == stage:
+                dist.broadcast(tensor, src=dist.get_global_rank(ep_group, piece.ep), group=ep_group)
             if pp > 1:
                 dist.broadcast(tensor, src=dist.get_global_rank(pp_group, piece.stage), group=pp_group)
             yield name, tensor

@@ -35,8 +35,8 @@ class Piece:
     """One parameter of the model: ``local`` is its name among ``model.rank_parameters`` of pipeline rank ``stage``.
 
     ``names`` and ``shapes`` are the Hugging Face tensors it holds (q, k, v or gate, up or one), ``shape`` its own on
-    every rank. ``shared``: a second copy of the embedding, kept equal by Megatron, that exports and norms skip. ``ep``: the
-    expert-parallel rank that holds it; None: all do.
+    every rank. ``shared``: a second copy of the embedding, kept equal by Megatron, that exports and norms skip. An expert's
+    matrix is entry ``index`` of a parameter, and expert-parallel rank ``ep`` holds it (None: it is a whole parameter, of all).
     """
 
     local: str
@@ -47,6 +47,11 @@ class Piece:
     shape: tuple[int, ...]
     shared: bool = False
     ep: int | None = None
+    index: int | None = None
+
+    def of(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Its tensor, of ``shape``, among this rank's ``parameters``."""
+        return parameters[self.local] if self.index is None else parameters[self.local][self.index]
 
     def held(self, stage: int, ep: int) -> bool:
         """Whether the ranks of pipeline stage ``stage`` and expert-parallel rank ``ep`` hold it."""
@@ -81,10 +86,10 @@ def pieces(arch: Architecture, layout: Layout) -> list[Piece]:
         theirs = f"model.layers.{layer}."
 
         def add(
-            local: str, cut: Cut, names: list[str], shapes: list[tuple[int, ...]], shape: tuple[int, ...], ep: int | None = None,
-            stage: int = stage, mine: str = mine, theirs: str = theirs,
+            local: str, cut: Cut, names: list[str], shapes: list[tuple[int, ...]], shape: tuple[int, ...],
+            at: tuple[int | None, int | None] = (None, None), stage: int = stage, mine: str = mine, theirs: str = theirs,
         ) -> None:  # fmt: skip
-            table.append(Piece(mine + local, stage, cut, tuple(theirs + n for n in names), tuple(shapes), shape, ep=ep))
+            table.append(Piece(mine + local, stage, cut, tuple(theirs + n for n in names), tuple(shapes), shape, ep=at[0], index=at[1]))
 
         qkv = [f"self_attn.{n}_proj" for n in "qkv"]
         gate_up = ["mlp.gate_proj", "mlp.up_proj"]
@@ -111,11 +116,10 @@ def pieces(arch: Architecture, layout: Layout) -> list[Piece]:
             x, inside = a.experts, expert_names(a.family)
             add("mlp.router.weight", "whole", [f"{inside.block}.gate.weight"], [(x.count, h)], (x.count, h))
             for expert in range(x.count):
-                ep, number = divmod(expert, x.count // layout.ep)
-                local, its = f"mlp.experts.local_experts.{number}.", f"{inside.block}.experts.{expert}."
-                fc1 = [f"{its}{n}.weight" for n in (inside.gate, inside.up)]
-                add(f"{local}linear_fc1.weight", "gate_up", fc1, [(x.ffn, h)] * 2, (2 * x.ffn // tp, h), ep)
-                add(f"{local}linear_fc2.weight", "columns", [f"{its}{inside.down}.weight"], [(h, x.ffn)], (h, x.ffn // tp), ep)
+                its, at = f"{inside.block}.experts.{expert}.", divmod(expert, x.count // layout.ep)
+                gate_up_names = [f"{its}{n}.weight" for n in (inside.gate, inside.up)]
+                add("mlp.experts.gate_up", "gate_up", gate_up_names, [(x.ffn, h)] * 2, (2 * x.ffn // tp, h), at)
+                add("mlp.experts.down", "columns", [f"{its}{inside.down}.weight"], [(h, x.ffn)], (h, x.ffn // tp), at)
         else:
             add(
                 "mlp.linear_fc1.weight", "gate_up",
@@ -207,7 +211,7 @@ def load(
     tp, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
     source = single_experts(source, arch)
     stage, ep = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
-    left = dict(parameters)
+    left = set(parameters)
     for piece in table:
         if not piece.held(stage, ep):
             continue
@@ -221,8 +225,8 @@ def load(
                     f"{origin}: tensor {name} has shape {tuple(tensor.shape)}, but config.json says {shape}"
                 )
             whole.append(tensor)
-        target = left.pop(piece.local)
-        target.copy_(shard(piece, whole, arch, tp, rank))
+        left.discard(piece.local)
+        piece.of(parameters).copy_(shard(piece, whole, arch, tp, rank))
     if left:
         raise AssertionError(f"the table of weights does not cover {sorted(left)}")
 
@@ -282,7 +286,7 @@ def export(
         if piece.shared:
             continue
         if piece.held(stage, ep_rank):
-            own = parameters[piece.local].detach()
+            own = piece.of(parameters).detach()
             if piece.replicated or tp == 1:
                 shards = [own]
             else:

@@ -249,7 +249,6 @@ def transformer_config(arch: Architecture, config: Config, layout: Layout) -> Tr
             "moe_router_pre_softmax": not arch.experts.renormalized,
             "moe_router_load_balancing_type": "none",  # ours: everstep.engine.moe
             "moe_aux_loss_coeff": arch.experts.aux_loss_coef / sum(arch.experts.sparse),
-            "moe_token_dispatcher_type": "alltoall",
             "expert_model_parallel_size": layout.ep,
             "expert_tensor_parallel_size": layout.tp,
         }

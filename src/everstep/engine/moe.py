@@ -1,8 +1,7 @@
 """Mixture-of-experts layers (Qwen3-MoE, Mixtral): router, experts, and what a step learns about how tokens were routed.
 
-The layer stands in the place of the MLP in Megatron's layer spec. Router and layer are ours, because Megatron's router divides
-its auxiliary loss by micro-batches and moves its expert bias during the computation; dispatcher and experts are Megatron's:
-tokens travel to the ranks of their experts by all-to-all, and experts are computed one after the other.
+The layer stands in the place of the MLP in Megatron's layer spec. Megatron's own router scales its auxiliary loss by the number
+of tokens and keeps it in process-wide state, and its dispatcher needs a CUDA device (see ``everstep.engine.experts``).
 
 Legend: S tokens of this rank's part of the sequence, B samples, N = S B, H hidden size, E experts of the layer, k experts per
 token, L layers with experts, T real tokens of the micro-batch, w its weight in the loss.
@@ -28,14 +27,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from everstep.engine.experts import Experts, Travel
 from everstep.layout import Layout
 
 
@@ -62,23 +57,21 @@ class Router(nn.Module):
         self.aux_sum = torch.zeros((), dtype=torch.float64, device=self.weight.device)
 
     def forward(self, hidden: Tensor, shares: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(S, B, H), and the ``token_shares`` of its tokens (S, B) -> weights of experts (N, E) float32, zero where not
-        chosen, and which are chosen (N, E)."""
+        """(S, B, H), and the ``token_shares`` of its tokens (S, B) -> which experts take each token (N, k), and how much each
+        counts (N, k) float32."""
         logits = F.linear(hidden.reshape(-1, hidden.shape[-1]).float(), self.weight.float())
         p = logits.softmax(dim=-1)  # (N, E)
-        values, experts = p.topk(self.chosen, dim=-1)  # (N, k)
+        weights, chosen = p.topk(self.chosen, dim=-1)
         if self.renormalized:
-            values = values / values.sum(dim=-1, keepdim=True)
-        weights = torch.zeros_like(p).scatter(1, experts, values)
-        chosen = torch.zeros_like(p, dtype=torch.bool).scatter(1, experts, True)
+            weights = weights / weights.sum(dim=-1, keepdim=True)
         # A recomputed layer runs twice, the first time without gradients: it counts once.
         if shares is not None and self.training and torch.is_grad_enabled():
             weights = self._balance(weights, p, chosen, shares.reshape(-1))
-        return weights, chosen
+        return chosen, weights
 
     def _balance(self, weights: Tensor, p: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """Count, and hang the auxiliary loss on ``weights``."""
-        counts = (chosen & (shares != 0)[:, None]).sum(dim=0)  # (E,)
+        counts = (F.one_hot(chosen, self.experts).sum(1) * (shares != 0)[:, None]).sum(0)  # (E,)
         self.counts += counts
         if not self.coefficient:
             return weights
@@ -105,30 +98,20 @@ class _Added(torch.autograd.Function):
 
 
 class ExpertLayer(nn.Module):
-    """Router, all-to-all and this rank's experts, called by TransformerLayer as it calls an MLP."""
+    """Router and experts, called by TransformerLayer as it calls an MLP."""
 
-    def __init__(self, config: TransformerConfig, pg_collection: Any = None, **unused: Any) -> None:
+    def __init__(self, config: TransformerConfig, **unused: Any) -> None:
         super().__init__()
-        groups = pg_collection if hasattr(pg_collection, "tp_ep") else get_default_pg_collection()
-        assert config.num_moe_experts is not None
-        ranks, rank = groups.ep.size(), groups.ep.rank()
-        local = config.num_moe_experts // ranks
         self.router = Router(config)
-        self.dispatcher = MoEAlltoAllTokenDispatcher(
-            local, list(range(rank * local, (rank + 1) * local)), config=config, pg_collection=groups
-        )
-        matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        self.experts = SequentialMLP(local, config, matrices, pg_collection=groups)
+        self.experts = Experts(config)
+        self.travel = Travel(config)
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
         """(S, B, H) -> (S, B, H), and no bias to be added. ``padding_mask``: the ``token_shares`` of the micro-batch, (B, S), or
         under sequence parallelism of all tensor-parallel ranks, (B, tp S): Megatron cuts it in the first stage only."""
-        weights, chosen = self.router(hidden, _own_rows(padding_mask, len(hidden)))
-        d = self.dispatcher
-        tokens, weights = d.token_dispatch(*d.dispatch_preprocess(hidden, chosen, weights))
-        tokens, counts, weights = d.dispatch_postprocess(tokens, weights)
-        out, _ = self.experts(tokens, counts, weights)
-        return d.combine_postprocess(d.token_combine(d.combine_preprocess(out))), None
+        chosen, weights = self.router(hidden, _own_rows(padding_mask, len(hidden)))
+        results = self.travel.through(self.experts, hidden.reshape(-1, hidden.shape[-1]), chosen)
+        return (results * weights[..., None]).sum(1).to(hidden.dtype).view_as(hidden), None
 
 
 def _own_rows(shares: Tensor | None, rows: int) -> Tensor | None:

@@ -147,6 +147,11 @@ LAUNCHED: list[tuple[str, dict[str, Any]]] = [
     ("PP2", {"pp": 2}),
     ("DP2 TP2 PP2", {"dp": 2, "tp": 2, "pp": 2}),
 ]
+LAUNCHED_MOE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("DP2 EP2", {"dp": 2, "ep": 2}, {}),
+    ("DP2 EP2 TP2 SP", {"dp": 2, "ep": 2, "tp": 2}, SP),
+    ("DP2 EP2 PP2", {"dp": 2, "ep": 2, "pp": 2}, {}),
+]
 
 
 def all_rows() -> list[Row]:
@@ -154,7 +159,8 @@ def all_rows() -> list[Row]:
     rows += [Row(name, layout, engine, moe=True) for name, layout, engine in MOE]
     rows += [Row(name, layout, engine, lora=True, moe=True) for name, layout, engine in MOE if name in ("DP2 EP2", "DP2 EP2 TP2 SP PP2")]
     ways = [(lora, how) for lora in (False, True) for how in ("local", "ray")]
-    return rows + [Row(name, layout, {}, lora, how) for lora, how in ways for name, layout in LAUNCHED]
+    rows += [Row(name, layout, {}, lora, how) for lora, how in ways for name, layout in LAUNCHED]
+    return rows + [Row(name, layout, engine, how=how, moe=True) for how in ("local", "ray") for name, layout, engine in LAUNCHED_MOE]
 
 
 # ------------------------------------------------------------------ the engine alone
@@ -271,9 +277,10 @@ def run_engine(rows: Sequence[Row], folder: Path) -> Iterator[Outcome]:
 
 def run_launched(row: Row, folder: Path) -> Outcome:
     """``everstep train`` as a user calls it; numbers from the metrics of its run."""
-    model, run = folder / "model", folder / row.full_name.replace(" ", "-")
+    kind = "tiny-qwen3-moe" if row.moe else "tiny-qwen3"
+    model, run = folder / kind, folder / row.full_name.replace(" ", "-")
     if not model.exists():
-        shutil.copytree(ROOT / "examples" / "models" / "tiny-qwen3", model)
+        shutil.copytree(ROOT / "examples" / "models" / kind, model)
         settings = json.loads((model / "config.json").read_text())
         settings |= {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS, "initializer_range": 0.1}
         (model / "config.json").write_text(json.dumps(settings))
@@ -282,6 +289,7 @@ def run_launched(row: Row, folder: Path) -> Outcome:
         "sft.samples_per_step=24", "train.micro_batch_size=4", "optimizer.schedule=constant", "optimizer.warmup_steps=0",
         f"optimizer.lr={LR}", "checkpoint.at_end=false", "telemetry.progress=none", "telemetry.tensorboard=false",
         *(f"layout.{key}={value}" for key, value in row.layout.items()),
+        *(f"engine.{key}={str(value).lower()}" for key, value in row.engine.items()),
         *(f"lora.{key}={value}" for key, value in LORA.items() if row.lora),
     ]  # fmt: skip
     start = time.monotonic()
@@ -373,7 +381,8 @@ Five training steps in float32 of a small Qwen3 model (8 layers) in every layout
 on all matrices. Each of the five losses and five gradient norms must equal those of one rank to {tolerance:g} relative;
 the table has the largest difference of the ten. `engine`: the engine alone, distributed optimizer unless it says plain;
 `local`, `ray`: the whole of `everstep train` under that launcher. TP tensor, SP sequence, PP pipeline, VPP chunks per
-pipeline rank, CP context, DP inner data parallelism.
+pipeline rank, CP context, DP inner data, EP expert parallelism. MoE: a Qwen3-MoE model (8 experts, 3 or 2 of which take a token,
+one of the engine's 8 layers dense) with an auxiliary loss, which is part of the norms.
 
 Measured {date} on {machine}, with {versions}, in {seconds} s
 (load average at the end {load}), by `{command}`, which ends with an error if a row differs.

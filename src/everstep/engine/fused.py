@@ -10,15 +10,10 @@ Legend: E experts of a layer, F intermediate size of one, H hidden size.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from everstep.engine.model import Architecture
 
 Getter = Callable[[], Tensor]
 
@@ -39,54 +34,34 @@ def expert_names(family: str) -> ExpertNames:
     return ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 
 
-def single_experts(source: Mapping[str, Getter], arch: Architecture) -> Mapping[str, Getter]:
-    """``source``, and for each layer whose experts are fused in it, each expert's matrices under the names they are saved by.
+def single_experts(source: Mapping[str, Getter], family: str, experts: int) -> dict[str, Getter]:
+    """``source`` with each expert's matrices, and the router, under the names they are saved by, where a layer's are fused in it.
 
-    A fused tensor is read once for all experts of its layer that are asked for one after the other.
+    What the getters return are views of the fused tensors, so this works both ways. The fused tensors of one layer stay in memory
+    until those of another are asked for.
     """
-    if arch.experts is None:
-        return source
-    names, more = expert_names(arch.family), dict(source)
-    for layer in (n for n in range(arch.layers) if arch.sparse(n)):
-        block = f"model.layers.{layer}.{names.block}"
-        there = f"model.layers.{layer}.mlp"
-        if f"{there}.experts.gate_up_proj" not in source or f"{there}.experts.down_proj" not in source:
+    names, single = expert_names(family), dict(source)
+    fused = functools.lru_cache(maxsize=2)(lambda name: source[name]())
+    for name in source:
+        layer, found, matrix = name.partition(".mlp.experts.")
+        if not found or matrix not in ("gate_up_proj", "down_proj"):
             continue
-        if f"{there}.gate.weight" in source:
-            more[f"{block}.gate.weight"] = source[f"{there}.gate.weight"]
-        gate_up = functools.lru_cache(maxsize=1)(source[f"{there}.experts.gate_up_proj"])
-        down = functools.lru_cache(maxsize=1)(source[f"{there}.experts.down_proj"])
-        for expert in range(arch.experts.count):
-            for half, name in enumerate((names.gate, names.up)):
-                more[f"{block}.experts.{expert}.{name}.weight"] = functools.partial(_half, gate_up, expert, half)
-            more[f"{block}.experts.{expert}.{names.down}.weight"] = functools.partial(_one, down, expert)
-    return more
+        del single[name]
+        block = f"{layer}.{names.block}"
+        for expert in range(experts):
+            if matrix == "gate_up_proj":
+                for half, its in enumerate((names.gate, names.up)):
+                    single[f"{block}.experts.{expert}.{its}.weight"] = functools.partial(_half, fused, name, expert, half)
+            else:
+                single[f"{block}.experts.{expert}.{names.down}.weight"] = functools.partial(_one, fused, name, expert)
+        if (router := single.pop(f"{layer}.mlp.gate.weight", None)) is not None:
+            single[f"{block}.gate.weight"] = router
+    return single
 
 
-def _half(fused: Getter, expert: int, half: int) -> Tensor:
-    return fused()[expert].chunk(2, dim=0)[half]
+def _half(fused: Callable[[str], Tensor], name: str, expert: int, half: int) -> Tensor:
+    return fused(name)[expert].chunk(2, dim=0)[half]
 
 
-def _one(fused: Getter, expert: int) -> Tensor:
-    return fused()[expert]
-
-
-def fused_experts(tensors: Iterable[tuple[str, Tensor]], arch_names: ExpertNames, experts: int) -> Iterator[tuple[str, Tensor]]:
-    """The inverse, for a transformers model in memory: single experts of a layer, which must come together, leave as two tensors."""
-    marker = f".{arch_names.block}.experts."
-    pending: dict[str, dict[str, Tensor]] = {}  # layer -> rest of the name -> tensor
-    for name, tensor in tensors:
-        layer, found, rest = name.partition(marker)
-        if not found:
-            yield name.replace(f".{arch_names.block}.gate.", ".mlp.gate."), tensor
-            continue
-        held = pending.setdefault(layer, {})
-        held[rest] = tensor
-        if len(held) == 3 * experts:
-            matrix = lambda n, held=held: [held[f"{expert}.{n}.weight"] for expert in range(experts)]
-            both = zip(matrix(arch_names.gate), matrix(arch_names.up), strict=True)
-            yield f"{layer}.mlp.experts.gate_up_proj", torch.stack([torch.cat(pair) for pair in both])
-            yield f"{layer}.mlp.experts.down_proj", torch.stack(matrix(arch_names.down))
-            del pending[layer]
-    if pending:
-        raise AssertionError(f"experts of {sorted(pending)} are not complete")
+def _one(fused: Callable[[str], Tensor], name: str, expert: int) -> Tensor:
+    return fused(name)[expert]

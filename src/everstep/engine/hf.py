@@ -209,7 +209,8 @@ def load(
     BadInput if a tensor is missing or has another shape than config.json says.
     """
     tp, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
-    source = single_experts(source, arch)
+    if arch.experts is not None:
+        source = single_experts(source, arch.family, arch.experts.count)
     stage, ep = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
     left = set(parameters)
     for piece in table:

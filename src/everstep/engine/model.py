@@ -194,7 +194,7 @@ def _inverse_frequencies(c: Any, head_dim: int) -> Tensor:
     return frequencies
 
 
-def check_layout(arch: Architecture, layout: Layout) -> None:
+def check_layout(arch: Architecture, layout: Layout, sequence_parallel: bool = False) -> None:
     """BadInput if the model cannot be cut as ``layout`` says; names the keys of both sides."""
     experts = arch.experts
     for key, value in (
@@ -210,6 +210,10 @@ def check_layout(arch: Architecture, layout: Layout) -> None:
             f"layout.tp={layout.tp} leaves a rank without vocabulary: vocab_size={arch.vocab}; make layout.tp smaller"
         )
     layout.stages(arch.layers)
+    if experts is not None and layout.tp > 1 and not sequence_parallel:
+        raise BadInput(
+            f"layout.tp={layout.tp} with experts: tensor-parallel ranks must route different tokens; set engine.sequence_parallel=true"
+        )
     if layout.ep > 1 and (experts is None or experts.count % layout.ep):
         raise BadInput(
             f"layout.ep={layout.ep} does not divide num_experts={experts.count if experts else 0} of the model; change layout.ep"

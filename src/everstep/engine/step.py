@@ -42,7 +42,7 @@ from everstep.engine.model import (
     transformer_config,
     wrap_for_training,
 )
-from everstep.engine.moe import SideState, token_shares
+from everstep.engine.moe import SideState, routing_metrics, token_shares
 from everstep.engine.schedule import Finish, no_tokens, run_micro_batches
 from everstep.engine.source import ModelSource, weights
 from everstep.engine.vocab import token_logprobs
@@ -93,7 +93,7 @@ class Engine:
         """``head``: ``value`` makes a critic, whose output is one number per token (see ``values``)."""
         self.config, self.position, self.layout, self.device = config, position, layout, device
         self.arch = dataclasses.replace(read_architecture(hf_config, config.moe.aux_loss_coef), value_head=head == "value")
-        check_layout(self.arch, layout)
+        check_layout(self.arch, layout, config.engine.sequence_parallel)
         self._table = hf.pieces(self.arch, layout)
         self._adapters = lora.pieces(self._table, config, layout)  # empty without LoRA
         self._frozen_digest: str | None = None
@@ -266,6 +266,14 @@ class Engine:
         """
         self._must_be_open()
         return rank_state.gradient_shards(self._ddps)
+
+    def read_sums(self, sums: list[float]) -> tuple[list[float], dict[str, float]]:
+        """Sums of a committed step, as ``accumulate`` returns them -> those of the loss, and the metrics that side state makes."""
+        experts = self.arch.experts
+        if self._side is None or experts is None:
+            return sums, {}
+        cut = len(sums) - self._side.width
+        return sums[:cut], routing_metrics(sums[cut:], experts.count, experts.aux_loss_coef, sums[0])
 
     @_inside
     def squared_norm(self, totals: list[Tensor]) -> float:

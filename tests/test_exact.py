@@ -11,7 +11,7 @@ import functools
 from pathlib import Path
 
 import pytest
-from tests.support.runs import SFT, Finished, config, finish, gone
+from tests.support.runs import ROOT, SFT, Finished, config, finish, gone
 from tests.test_faults import assert_invariants
 
 from everstep.telemetry.events import epoch_key
@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("ray_cluster")]
 
 BASE = ["layout.replicas=3", "recovery.exact=true", "train.micro_batch_size=10", "sft.samples_per_step=80", "checkpoint.at_end=false",
         "train.verify_every=1000"]
+EXPERTS = ["layout.dp=2", "layout.ep=2", f"model.path={ROOT}/examples/models/tiny-qwen3-moe"]  # with an auxiliary loss
 APART = 40  # steps: a spare is formed and healed in between
 
 
@@ -108,12 +109,12 @@ def test_two_faults_in_a_row_without_spares_leave_the_bits(tmp_path, first, seco
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("split", ["layout.tp=2", "layout.pp=2", "layout.dp=2"])
+@pytest.mark.parametrize("split", [["layout.tp=2"], ["layout.pp=2"], ["layout.dp=2"], EXPERTS], ids=" ".join)
 def test_a_rank_of_a_replica_of_two_dies_in_every_phase_and_the_bits_stay(tmp_path, split):
     """Two replicas of two ranks: the other rank of the broken one keeps its memory. The undisturbed run has the same replicas' shape."""
     rows = {10 + APART * i: dataclasses.replace(row, replica=row.replica % 2, rank=i % 2) for i, row in enumerate(ROWS)}
     steps = 10 + APART * len(ROWS)
-    same = [split, "layout.replicas=2", "train.micro_batch_size=5", f"sft.steps={steps}"]
+    same = [*split, "layout.replicas=2", "train.micro_batch_size=5", f"sft.steps={steps}"]
     faults = ", ".join(row.fault(step) for step, row in rows.items())
     run = finish(config(SFT, tmp_path / "run", *BASE, *same, f"layout.spares={len(rows)}", f"faults=[{faults}]"))
     assert_invariants(run, steps=steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +72,23 @@ def hf_model(hf_config: Any, seed: int = 0) -> Any:
     return model
 
 
+def saved_weights(model: Any) -> dict[str, Tensor]:
+    """The weights under the names by which transformers saves them: those in memory, but for experts, which it fuses there."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    held = {k: v for k, v in model.state_dict().items() if not (k == "lm_head.weight" and model.config.tie_word_embeddings)}
+    return dict(revert_weight_conversion(model, held))
+
+
+def saved_gradients(model: Any) -> dict[str, Tensor]:
+    """The gradients under those names."""
+    gradients = copy.deepcopy(model)
+    with torch.no_grad():
+        for holder, parameter in zip(gradients.parameters(), model.parameters(), strict=True):
+            holder.copy_(parameter.grad)
+    return saved_weights(gradients)
+
+
 def batch(seed: int, samples: int, tokens: int, vocab: int = VOCAB) -> TrainingBatch:
     """Right-padded random sequences; about half of the tokens count in the loss."""
     generator = torch.Generator().manual_seed(seed)
@@ -107,6 +125,9 @@ class NllWithEntropy:
 
     def __init__(self, entropy_coef: float = 0.1):
         self.entropy_coef = entropy_coef
+
+    def weight(self, batch: TrainingBatch) -> Tensor:
+        return batch.tensors["loss_mask"].sum()
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: TrainingBatch) -> LossOutput:
         assert entropy is not None

@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from everstep.layout import Layout
-from support.models import NllWithEntropy, batch, hf_model, reference_loss, saved_gradients, saved_weights, settings, tiny_config
+from support.models import (
+    NllWithEntropy,
+    batch,
+    hf_model,
+    reference_loss,
+    saved_gradients,
+    saved_weights,
+    settings,
+    tiny_config,
+)
 from support.processes import run_ranks
 
 CPU = torch.device("cpu")

@@ -28,9 +28,10 @@ CPU = torch.device("cpu")
 def check_files(rank: int) -> None:
     """After a step of training: what is exported loads in transformers with equal log-probabilities, and comes back bitwise; so does
     what transformers holds in memory, where experts are fused."""
+    from transformers import AutoModelForCausalLM
+
     from everstep.checkpoint.sharded import save_hf
     from everstep.engine.step import Engine
-    from transformers import AutoModelForCausalLM
 
     for name in EXPERTS:
         join_world(0, 1, f"files-{name}")
@@ -62,9 +63,10 @@ def check_files(rank: int) -> None:
 
 def check_auxiliary_loss(rank: int) -> None:
     """Per micro-batch, weighed like its loss, padding left out; each layer's is what transformers computes for that layer alone."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
     from everstep.engine.hf import join, pieces
     from everstep.engine.step import Engine
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     join_world(0, 1, "auxiliary")
     hf_config = tiny_config("qwen3_moe", output_router_logits=True, router_aux_loss_coef=3.0)

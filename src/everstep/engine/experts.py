@@ -98,7 +98,7 @@ class Travel:
         if self.tp == 1:
             return returned
         addends = returned.split([size * self.tp for size in to_ranks])
-        return torch.cat([part.view(self.tp, size, -1).sum(0) for part, size in zip(addends, to_ranks, strict=True)])
+        return torch.cat([part.view(self.tp, size, rows.shape[1]).sum(0) for part, size in zip(addends, to_ranks, strict=True)])
 
 
 class _AllToAll(torch.autograd.Function):

@@ -42,6 +42,10 @@ from everstep.layout import Layout
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, LAYERS, VOCABULARY, LR = 5, 8, 101, 1e-3  # an odd vocabulary: it must be padded to be cut
 LORA = {"rank": 4, "alpha": 8.0}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [1],
+    "output_router_logits": True, "router_aux_loss_coef": 0.02,
+}  # fmt: skip
 WORLD_DEADLINE_S, RUN_DEADLINE_S = 420.0, 180.0
 
 
@@ -52,6 +56,12 @@ class Row:
     engine: dict[str, Any] = field(default_factory=dict)
     lora: bool = False
     how: str = "engine"
+    moe: bool = False
+
+    @property
+    def reference(self) -> tuple[bool, bool, bool]:
+        """What its reference is of: the one-rank row that has the same."""
+        return self.how == "engine", self.lora, self.moe
 
     @property
     def ranks(self) -> int:
@@ -63,7 +73,7 @@ class Row:
 
     @property
     def full_name(self) -> str:
-        return f"{self.how} {'LoRA' if self.lora else 'full'} {self.name}"
+        return f"{self.how} {'MoE ' if self.moe else ''}{'LoRA' if self.lora else 'full'} {self.name}"
 
 
 @dataclass
@@ -110,6 +120,26 @@ ENGINE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("CP2 TP2 SP PP2 VPP2", {"cp": 2, "tp": 2, "pp": 2, "vpp": 2}, SP),
     ("CP2 DP2 PP2, plain optimizer", {"cp": 2, "dp": 2, "pp": 2}, NOT_SHARDED),
 ]
+MOE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("1 rank, recompute full", {}, FULL),
+    ("TP2 SP", {"tp": 2}, SP),
+    ("PP2 VPP2, recompute selective", {"pp": 2, "vpp": 2}, SELECTIVE),
+    ("DP2 EP2", {"dp": 2, "ep": 2}, {}),
+    ("DP2 EP2, plain optimizer", {"dp": 2, "ep": 2}, NOT_SHARDED),
+    ("DP2 EP2, recompute full", {"dp": 2, "ep": 2}, FULL),
+    ("DP2 EP2, recompute selective", {"dp": 2, "ep": 2}, SELECTIVE),
+    ("CP2 EP2", {"cp": 2, "ep": 2}, {}),
+    ("DP4 EP4", {"dp": 4, "ep": 4}, {}),
+    ("DP4 EP2", {"dp": 4, "ep": 2}, {}),
+    ("DP4 EP2, plain optimizer", {"dp": 4, "ep": 2}, NOT_SHARDED),
+    ("DP2 EP2 TP2 SP", {"dp": 2, "ep": 2, "tp": 2}, SP),
+    ("DP2 EP2 PP2", {"dp": 2, "ep": 2, "pp": 2}, {}),
+    ("DP2 EP2 PP2 VPP2", {"dp": 2, "ep": 2, "pp": 2, "vpp": 2}, {}),
+    ("CP2 DP2 EP4", {"cp": 2, "dp": 2, "ep": 4}, {}),
+    ("CP2 EP2 TP2 SP", {"cp": 2, "ep": 2, "tp": 2}, SP),
+    ("DP2 EP2 TP2 SP PP2", {"dp": 2, "ep": 2, "tp": 2, "pp": 2}, SP),
+    ("DP4 EP2 PP2, recompute full, plain optimizer", {"dp": 4, "ep": 2, "pp": 2}, FULL | NOT_SHARDED),
+]
 LAUNCHED: list[tuple[str, dict[str, Any]]] = [
     ("TP2 PP2", {"tp": 2, "pp": 2}),
     ("PP4", {"pp": 4}),
@@ -117,12 +147,20 @@ LAUNCHED: list[tuple[str, dict[str, Any]]] = [
     ("PP2", {"pp": 2}),
     ("DP2 TP2 PP2", {"dp": 2, "tp": 2, "pp": 2}),
 ]
+LAUNCHED_MOE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("DP2 EP2", {"dp": 2, "ep": 2}, {}),
+    ("DP2 EP2 TP2 SP", {"dp": 2, "ep": 2, "tp": 2}, SP),
+    ("DP2 EP2 PP2", {"dp": 2, "ep": 2, "pp": 2}, {}),
+]
 
 
 def all_rows() -> list[Row]:
     rows = [Row(name, layout, engine, lora) for lora in (False, True) for name, layout, engine in ENGINE]
+    rows += [Row(name, layout, engine, moe=True) for name, layout, engine in MOE]
+    rows += [Row(name, layout, engine, lora=True, moe=True) for name, layout, engine in MOE if name in ("DP2 EP2", "DP2 EP2 TP2 SP PP2")]
     ways = [(lora, how) for lora in (False, True) for how in ("local", "ray")]
-    return rows + [Row(name, layout, {}, lora, how) for lora, how in ways for name, layout in LAUNCHED]
+    rows += [Row(name, layout, {}, lora, how) for lora, how in ways for name, layout in LAUNCHED]
+    return rows + [Row(name, layout, engine, how=how, moe=True) for how in ("local", "ray") for name, layout, engine in LAUNCHED_MOE]
 
 
 # ------------------------------------------------------------------ the engine alone
@@ -153,16 +191,17 @@ def batches(step: int) -> list[Any]:
 def train(row: Row, rank: int) -> tuple[list[float], list[float]]:
     """(losses, gradient norms) of five steps of the engine; the replica's world exists."""
     import torch
-    from transformers import Qwen3Config
+    from transformers import Qwen3Config, Qwen3MoeConfig
 
     from everstep.config.schema import Config
     from everstep.engine.loss import LossSpec
     from everstep.engine.step import Engine
 
-    model = Qwen3Config(
+    sizes: dict[str, Any] = dict(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=8,
         num_key_value_heads=4, head_dim=16, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.1,
     )  # fmt: skip
+    model = Qwen3MoeConfig(**sizes, **EXPERTS) if row.moe else Qwen3Config(**sizes)
     config = Config(
         recipe="sft", model={"path": "unused"}, data={"source": "unused"}, engine=row.engine, lora=LORA if row.lora else {}
     )  # fmt: skip
@@ -238,9 +277,10 @@ def run_engine(rows: Sequence[Row], folder: Path) -> Iterator[Outcome]:
 
 def run_launched(row: Row, folder: Path) -> Outcome:
     """``everstep train`` as a user calls it; numbers from the metrics of its run."""
-    model, run = folder / "model", folder / row.full_name.replace(" ", "-")
+    kind = "tiny-qwen3-moe" if row.moe else "tiny-qwen3"
+    model, run = folder / kind, folder / row.full_name.replace(" ", "-")
     if not model.exists():
-        shutil.copytree(ROOT / "examples" / "models" / "tiny-qwen3", model)
+        shutil.copytree(ROOT / "examples" / "models" / kind, model)
         settings = json.loads((model / "config.json").read_text())
         settings |= {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS, "initializer_range": 0.1}
         (model / "config.json").write_text(json.dumps(settings))
@@ -249,6 +289,7 @@ def run_launched(row: Row, folder: Path) -> Outcome:
         "sft.samples_per_step=24", "train.micro_batch_size=4", "optimizer.schedule=constant", "optimizer.warmup_steps=0",
         f"optimizer.lr={LR}", "checkpoint.at_end=false", "telemetry.progress=none", "telemetry.tensorboard=false",
         *(f"layout.{key}={value}" for key, value in row.layout.items()),
+        *(f"engine.{key}={str(value).lower()}" for key, value in row.engine.items()),
         *(f"lora.{key}={value}" for key, value in LORA.items() if row.lora),
     ]  # fmt: skip
     start = time.monotonic()
@@ -290,25 +331,26 @@ def measure(rows: Sequence[Row], tolerance: float) -> list[Outcome]:
     with tempfile.TemporaryDirectory(prefix="everstep-parity-") as name:
         folder = Path(name)
         engine = [row for row in rows if row.how == "engine"]
-        kinds = sorted({row.lora for row in engine})
-        single = [Row("1 rank", {}, {}, lora) for lora in kinds] + [row for row in engine if row.ranks == 1]
-        references: dict[tuple[bool, bool], Outcome] = {}
+        kinds = sorted({(row.lora, row.moe) for row in engine})
+        single = [Row("1 rank", {}, {}, lora, moe=moe) for lora, moe in kinds] + [row for row in engine if row.ranks == 1]
+        references: dict[tuple[bool, bool, bool], Outcome] = {}
         for ranks in sorted({row.ranks for row in engine} | ({1} if engine else set())):
             for outcome in run_engine(single if ranks == 1 else [row for row in engine if row.ranks == ranks], folder):
                 say(outcome)
                 if outcome.row.name == "1 rank":
-                    references[True, outcome.row.lora] = outcome
+                    references[outcome.row.reference] = outcome
                 outcomes.append(outcome)
         launched = [row for row in rows if row.how != "engine"]
-        for lora in sorted({row.lora for row in launched}):
-            for row in [Row("1 rank", {}, {}, lora, "local"), *(row for row in launched if row.lora == lora)]:
+        for lora, moe in sorted({(row.lora, row.moe) for row in launched}):
+            single = [Row("1 rank", {}, {}, lora, "local", moe)]
+            for row in single + [row for row in launched if (row.lora, row.moe) == (lora, moe)]:
                 outcome = run_launched(row, folder)
                 say(outcome)
                 if row.name == "1 rank":
-                    references[False, lora] = outcome
+                    references[row.reference] = outcome
                 outcomes.append(outcome)
     for outcome in outcomes:
-        compare(outcome, references[outcome.row.how == "engine", outcome.row.lora], tolerance)
+        compare(outcome, references[outcome.row.reference], tolerance)
     return outcomes
 
 
@@ -328,7 +370,7 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
     for o in outcomes:
         numbers = [f"{o.losses[-1]:.6f}", f"{o.norms[-1]:.6f}", f"{o.error:.1e}"] if o.losses and o.norms else ["", "", ""]
         what = "reference" if o.row.name == "1 rank" and not o.problem else o.problem or "equal"
-        trained = "LoRA" if o.row.lora else "full"
+        trained = ("MoE, " if o.row.moe else "") + ("LoRA" if o.row.lora else "full")
         lines.append(f"| {o.row.how} | {o.row.name} | {o.row.ranks} | {trained} | {' | '.join(numbers)} | {what} |")
     return lines
 
@@ -339,7 +381,8 @@ Five training steps in float32 of a small Qwen3 model (8 layers) in every layout
 on all matrices. Each of the five losses and five gradient norms must equal those of one rank to {tolerance:g} relative;
 the table has the largest difference of the ten. `engine`: the engine alone, distributed optimizer unless it says plain;
 `local`, `ray`: the whole of `everstep train` under that launcher. TP tensor, SP sequence, PP pipeline, VPP chunks per
-pipeline rank, CP context, DP inner data parallelism.
+pipeline rank, CP context, DP inner data, EP expert parallelism. MoE: a Qwen3-MoE model (8 experts, 3 or 2 of which take a token,
+one of the engine's 8 layers dense) with an auxiliary loss, which is part of the norms.
 
 Measured {date} on {machine}, with {versions}, in {seconds} s
 (load average at the end {load}), by `{command}`, which ends with an error if a row differs.

@@ -25,6 +25,7 @@ from everstep.errors import BadInput, ConfigError
 from everstep.layout import Layout
 
 MODEL = str(Path(__file__).parent.parent / "examples" / "models" / "tiny-qwen3")
+MOE = MODEL + "-moe"
 RL: dict[str, Any] = {
     "recipe": "grpo",
     "launcher": "ray",
@@ -359,6 +360,45 @@ def test_the_engine_and_the_plan_refuse_the_same_layouts() -> None:
             assert refused(lambda at=layout: check_model(shape, at, "m")) == refused(
                 lambda at=layout: check_layout(architecture, at)
             ), layout
+
+
+@pytest.mark.filterwarnings("ignore")  # Megatron-Core on what is not installed
+def test_the_engine_and_the_plan_refuse_the_same_layouts_of_experts() -> None:
+    from everstep.engine.model import check_layout, read_architecture
+    from everstep.engine.source import describe, resolve
+
+    model = with_(SFT, model__path=MOE).model
+    shape, architecture = describe(model), read_architecture(resolve(model).hf_config)
+    for ep in (1, 2, 4, 16):
+        layout = Layout(dp=16, ep=ep)
+        for check, known in ((check_model, (shape, layout, "m")), (check_layout, (architecture, layout))):
+            if ep == 16:
+                with pytest.raises(BadInput, match=r"layout.ep=16 does not divide"):
+                    check(*known)
+            else:
+                check(*known)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model__path": MODEL, "layout__dp": 2, "layout__ep": 2}, r"layout.ep=2 shares out experts, but model.path=.* has none; set layout.ep=1"),
+        ({"layout__ep": 2}, r"layout.ep=2 does not divide layout.dp\*layout.cp=1"),
+        ({"layout__dp": 3, "layout__ep": 3, "sft__samples_per_step": 24}, r"layout.ep=3 does not divide the 8 experts .* layout.ep can be 1$"),
+        ({"layout__tp": 2}, r"layout.tp=2 with experts: .*set engine.sequence_parallel=true"),
+        ({"lora__rank": 2}, r"gate_proj, up_proj, down_proj match only matrices of experts.*lora.targets=\[qkv,proj\]"),
+        ({"model__path": MODEL, "moe__aux_loss_coef": 0.1}, r"moe.aux_loss_coef=0.1 balances experts, but model.path=.* has none"),
+    ],
+)  # fmt: skip
+def test_what_experts_do_not_go_with(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_plan(with_(SFT, **{"model__path": MOE, "train__micro_batch_size": 1, **changes}), {})
+
+
+def test_what_experts_go_with() -> None:
+    sizes = check_plan(with_(SFT, model__path=MOE, layout__dp=2, layout__ep=2, lora__rank=2, lora__targets=["qkv", "proj"]), {})
+    assert (sizes.layout.ep, sizes.layout.ranks_per_replica) == (2, 2)
+    check_plan(with_(SFT, model__path=MOE, layout__tp=2, engine__sequence_parallel=True, moe__aux_loss_coef=0.0), {})
 
 
 def test_an_unknown_architecture_is_refused() -> None:

@@ -19,12 +19,12 @@ from support.models import NllWithEntropy, batch, tiny_config
 
 
 def test_unsupported_configs_name_their_key() -> None:
-    from transformers import MistralConfig, Qwen3MoeConfig
+    from transformers import MistralConfig, Qwen2MoeConfig
 
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
     cases: list[tuple[Any, str]] = [
         (MistralConfig(), "model_type='mistral'"),
-        (Qwen3MoeConfig(), "model_type='qwen3_moe'"),
+        (Qwen2MoeConfig(), "model_type='qwen2_moe'"),
         (tiny_config("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1), "use_sliding_window"),
         (tiny_config("qwen3", layer_types=["full_attention"] * 3 + ["sliding_attention"]), "layer_types"),
         (tiny_config("llama", rope_parameters=yarn), "rope_scaling.rope_type='yarn'"),

@@ -38,6 +38,7 @@ SHAPES = {
     "pp2": ["layout.replicas=2", "layout.pp=2"],
     "dp2": ["layout.replicas=2", "layout.dp=2", "train.micro_batch_size=2"],
     "cp2": ["layout.replicas=2", "layout.cp=2"],
+    "ep2": ["layout.replicas=2", "layout.dp=2", "layout.ep=2", "train.micro_batch_size=2"],  # experts, with an auxiliary loss
 }
 WAITED_FOR = {"stop": "recovery.silence_s=2", "gil": "recovery.silence_s=2", "partition": "recovery.silence_s=2",
               "hang": "recovery.progress_timeout_s=2"}  # how these are noticed
@@ -92,19 +93,24 @@ class Schedule:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
-    """The examples' tiny model, with dropout in its attention."""
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    shutil.copytree(ROOT / "examples/models/tiny-qwen3", path)
-    described = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(described | {"attention_dropout": 0.1}))
-    return path
+    """The examples' tiny models, with dropout in their attention: the one without experts, and beside it the one with."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("tiny-qwen3", "tiny-qwen3-moe"):
+        shutil.copytree(ROOT / "examples" / "models" / name, folder / name)
+        described = json.loads((folder / name / "config.json").read_text())
+        (folder / name / "config.json").write_text(json.dumps(described | {"attention_dropout": 0.1}))
+    return folder / "tiny-qwen3"
+
+
+def path_of(model: Path, shape: str) -> str:
+    return f"model.path={model.with_name('tiny-qwen3-moe') if shape == 'ep2' else model}"
 
 
 @functools.cache
 def undisturbed(model: Path, shape: str, *more: str) -> dict[str, str]:
     """Hashes by position of the final weights of a run in which nobody dies, on as many replicas as it takes: one."""
     folder = model.parent / f"calm-{shape}-{abs(hash(more))}"
-    run = finish(config(SFT, folder, *BASE, *SHAPES[shape], *more, f"model.path={model}", "layout.replicas=1"), host=ForkedHost)
+    run = finish(config(SFT, folder, *BASE, *SHAPES[shape], *more, path_of(model, shape), "layout.replicas=1"), host=ForkedHost)
     return by_position(run, 1)
 
 
@@ -141,7 +147,7 @@ def check_rows(run: Finished, schedule: Schedule) -> None:
 
 
 def prove(schedule: Schedule, model: Path, folder: Path) -> Finished:
-    run = finish(config(SFT, folder / "run", *BASE, f"model.path={model}", *schedule.overrides()), host=ForkedHost)
+    run = finish(config(SFT, folder / "run", *BASE, path_of(model, schedule.shape), *schedule.overrides()), host=ForkedHost)
     assert_invariants(run, steps=STEPS)
     check_rows(run, schedule)
     replicas = 3 if not schedule.shape else 2
@@ -160,7 +166,7 @@ OTHER_ENDS = [
     for replica, kind in enumerate(["stop", "exit", "segv", "gil", "oom", "hang", "partition"])
     for replica in [replica % 3] for phase in ("compute", "reduce")
 ]
-TWO_RANKS = [Schedule((Row(phase, i % 2, rank=(i + j) % 2),), 1, shape) for j, shape in enumerate(["tp2", "pp2", "dp2", "cp2"])
+TWO_RANKS = [Schedule((Row(phase, i % 2, rank=(i + j) % 2),), 1, shape) for j, shape in enumerate(["tp2", "pp2", "dp2", "cp2", "ep2"])
              for i, phase in enumerate(PHASES)]
 TWO_DEATHS = [
     *(Schedule((Row(first, 1), Row("salvage", 2)), spares) for first in ("compute", "exchange", "reduce") for spares in (0, 2)),
@@ -174,7 +180,7 @@ ALL = [*ONE_DEATH, *AFTER_A_COMMIT, *OTHER_ENDS, *TWO_RANKS, *TWO_DEATHS]
 TELLING = {
     "kill-compute-2.0-dp1-1spares", "kill-exchange-1.0-dp1-1spares", "kill-reduce-1.0-dp1-1spares", "kill-reduce-0.0-dp1-0spares",
     "kill-vote-0.0-dp1-1spares", "kill-apply-2.0-dp1-1spares", "kill-commit-1.0-dp1-1spares", "segv-compute-2.0-dp1-1spares",
-    "kill-reduce-0.0-tp2-1spares", "kill-vote-1.0-pp2-1spares", "kill-reduce-0.0-dp2-1spares",
+    "kill-reduce-0.0-tp2-1spares", "kill-vote-1.0-pp2-1spares", "kill-reduce-0.0-ep2-1spares",
     "kill-reduce-2.0-then-kill-salvage-0.0-dp1-0spares", "kill-reduce-1.0-then-kill-heal-1.0-dp1-2spares",
 }
 

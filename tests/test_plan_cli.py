@@ -31,9 +31,9 @@ from everstep import cli
 from everstep.config import derive
 from everstep.config.load import from_tree, load
 from everstep.config.schema import Config
-from everstep.engine.source import ModelShape, describe
+from everstep.engine.source import ExpertShape, ModelShape, describe
 from everstep.layout import Layout
-from everstep.plan import make_plan, print_plan, stage_parameters
+from everstep.plan import expert_parameters, make_plan, print_plan, stage_parameters
 
 ROOT = Path(__file__).parent.parent
 MODEL = str(ROOT / "examples" / "models" / "tiny-qwen3")
@@ -278,6 +278,17 @@ def test_stages_hold_all_parameters(tied: bool, tp: int, pp: int, vpp: int) -> N
     norms = (2 * shape.layers + 1) * shape.hidden  # on every tensor-parallel rank
     second_embedding = shape.vocab * shape.hidden if tied and pp > 1 else 0
     assert held == shape.parameters + (tp - 1) * norms + second_embedding
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=4, ep=2), Layout(tp=2, pp=2, dp=2, ep=2), Layout(cp=2, dp=2, ep=4)], ids=str)
+def test_experts_are_shared_out(layout: Layout) -> None:
+    shape = ModelShape("Qwen3MoeForCausalLM", 4, 64, 128, 4, 2, 16, 100, False, ExpertShape(8, 2, 32, (True, False, True, True)))
+    held = sum(expert_parameters(shape, layout, layout.position(rank).pp) for rank in range(layout.ranks_per_replica))
+    experts = 3 * 8 * 3 * 64 * 32
+    assert held == experts * layout.dp * layout.cp // layout.ep  # each by its expert-data-parallel ranks
+    whole = 4 * (2 * shape.hidden) + shape.hidden + 3 * 8 * shape.hidden  # norms and routers
+    everything = sum(stage_parameters(shape, layout, layout.position(rank).pp) for rank in range(layout.ranks_per_replica))
+    assert everything == held + layout.dp * layout.cp * (shape.parameters - experts + (layout.tp - 1) * whole)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from everstep.data import Dataset, SampleRef, prepare_prompts
 from everstep.errors import WorkerFailed
 from everstep.rl.rollout import Sampling, repeat_prompts
 from everstep.rl.rollout.transformers import TransformersRollout, gumbel_noise, keep_likely, sample_keys
+from support.models import saved_weights, tiny_config
 
 TINY = Path(__file__).parent.parent / "examples" / "models" / "tiny-qwen3"
 PROMPTS = ["314>", "sort 92746>", "0>", "a much longer prompt than the others>", "55>"]
@@ -209,3 +210,16 @@ def test_an_empty_batch_and_a_single_sample(rollout, data) -> None:
     one = rollout.generate(batch.slice(1, 2), SAMPLING)
     both = TrainingBatch.concat([rollout.generate(batch.slice(0, 0), SAMPLING), one])
     assert both.sample_ids == ["0/1#0"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_come_one_by_one(family, tokenizer):
+    """The engine exports each matrix of each expert; transformers holds those of a layer in one tensor."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
+    made, weights = TransformersRollout(model.config, tokenizer), saved_weights(model)
+    made.load_weights(weights.items(), version=1)
+    assert all(torch.equal(a, b) for a, b in zip(made.model.parameters(), model.parameters(), strict=True))
+    lost = next(name for name in weights if ".experts.3." in name)
+    with pytest.raises(WorkerFailed, match=rf"1 weights did not come, among them .*{lost}"):
+        made.load_weights(((name, weight) for name, weight in weights.items() if name != lost), version=2)

@@ -35,12 +35,18 @@ def save_tiny(folder: Path, kind: str = "qwen3", tied: bool = True, shard_size: 
         num_key_value_heads=2,
         tie_word_embeddings=tied,
     )
-    if kind == "qwen3":
+    if kind in ("qwen3", "qwen3_moe"):
         sizes["head_dim"] = 8
+    if kind == "qwen3_moe":
+        sizes |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "mlp_only_layers": [0]}
+    if kind == "mixtral":
+        sizes["num_local_experts"] = 3
     config, model = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+        "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
     }[kind]
     torch.manual_seed(0)
     made = model(config(**sizes))
@@ -48,7 +54,7 @@ def save_tiny(folder: Path, kind: str = "qwen3", tied: bool = True, shard_size: 
     return made
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_sizes_read_from_json_are_the_models(tmp_path: Path, kind: str, tied: bool) -> None:
     model = save_tiny(tmp_path, kind, tied)
@@ -56,7 +62,7 @@ def test_sizes_read_from_json_are_the_models(tmp_path: Path, kind: str, tied: bo
     config = resolve(ModelConfig(path=str(tmp_path))).hf_config
     assert shape.architecture == config.architectures[0]
     assert (shape.layers, shape.heads, shape.kv_heads, shape.tied) == (2, 4, 2, tied)
-    assert shape.head_dim == (8 if kind == "qwen3" else 4)
+    assert shape.head_dim == (8 if kind.startswith("qwen3") else 4)
     # biases (Qwen2) and per-head norms (Qwen3) are documented as not counted
     uncounted = sum(p.numel() for n, p in model.named_parameters() if n.endswith(".bias") or "q_norm" in n or "k_norm" in n)
     assert shape.parameters == sum(p.numel() for p in model.parameters()) - uncounted

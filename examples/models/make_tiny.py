@@ -1,6 +1,8 @@
 """Write examples/models/tiny-qwen3: a Qwen3 model of about 90 thousand parameters, without weights, and its tokenizer.
 
-    python examples/models/make_tiny.py [FOLDER]
+    python examples/models/make_tiny.py [--moe] [FOLDER]
+
+With --moe: examples/models/tiny-qwen3-moe, the same with 8 experts in each layer, of which 2 take a token, and an auxiliary loss.
 
 The tokenizer has one token per printable ASCII character and a small chat template, so prompts, text and chats all work
 and every token can be read. The configuration has no weights beside it: train with ``model.init=random``.
@@ -11,14 +13,15 @@ of 2 work. ``initializer_range`` is Qwen3's own.
 
 from __future__ import annotations
 
+import argparse
 import json
 import string
-import sys
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Qwen3Config
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"]
 CHARACTERS = "\n" + "".join(sorted(string.digits + string.ascii_letters + string.punctuation + " "))
@@ -53,9 +56,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def config() -> Qwen3Config:
-    return Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
+def config(moe: bool) -> PreTrainedConfig:
+    sizes: dict[str, Any] = dict(
         vocab_size=128,
         hidden_size=64,
         intermediate_size=128,
@@ -72,15 +74,31 @@ def config() -> Qwen3Config:
         pad_token_id=SPECIAL.index("<|endoftext|>"),
         dtype="float32",
     )
+    if not moe:
+        return Qwen3Config(architectures=["Qwen3ForCausalLM"], **sizes)
+    return Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+        output_router_logits=True,
+        router_aux_loss_coef=0.01,
+        **sizes,
+    )
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, moe: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer().save_pretrained(folder)
-    config().save_pretrained(folder)
+    config(moe).save_pretrained(folder)
     print(f"{folder}: {', '.join(sorted(p.name for p in folder.iterdir()))}")
-    print(json.dumps({k: v for k, v in config().to_dict().items() if k in ("hidden_size", "num_hidden_layers", "vocab_size")}))
+    print(json.dumps({k: v for k, v in config(moe).to_dict().items() if k in ("hidden_size", "num_hidden_layers", "vocab_size")}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "tiny-qwen3")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--moe", action="store_true", help="experts in the place of the feed-forward layers")
+    chosen = parser.parse_args()
+    main(chosen.folder or Path(__file__).parent / ("tiny-qwen3-moe" if chosen.moe else "tiny-qwen3"), chosen.moe)

@@ -111,13 +111,13 @@ def make_plan(config: Config, environ: Mapping[str, str] = os.environ) -> Plan:
 def stage_parameters(shape: ModelShape, layout: Layout, pp: int) -> int:
     """Parameters on one rank of pipeline stage ``pp``.
 
-    Layers are cut over the stages as ``Layout.stages`` says, and matrices over the tensor-parallel ranks; norms are whole everywhere. The
-    embedding is on the first stage, the output layer on the last: a tied model with pp > 1 holds its one tensor twice.
+    Layers are cut over the stages as ``Layout.stages`` says, and matrices over the tensor-parallel ranks; norms and routers are whole
+    everywhere, experts shared out (:func:`expert_parameters`). The embedding is on the first stage, the output layer on the last: a
+    tied model with pp > 1 holds its one tensor twice.
     """
-    norms = 2 * shape.hidden
-    per_layer = (shape.layer_parameters - norms) // layout.tp + norms
     embedding = -(-shape.vocab // layout.tp) * shape.hidden
-    total = sum(map(len, layout.stages(shape.layers)[pp])) * per_layer
+    total = sum(shape.layer_parameters(layer, layout.tp) for layer in _stage_layers(shape, layout, pp))
+    total += expert_parameters(shape, layout, pp)
     if pp == 0:
         total += embedding
     if pp == layout.pp - 1:
@@ -127,27 +127,39 @@ def stage_parameters(shape: ModelShape, layout: Layout, pp: int) -> int:
     return total
 
 
+def expert_parameters(shape: ModelShape, layout: Layout, pp: int) -> int:
+    """Those of :func:`stage_parameters` that belong to experts: of each layer 1/ep of the experts, each cut over tp."""
+    return sum(shape.expert_parameters(layer) for layer in _stage_layers(shape, layout, pp)) // (layout.ep * layout.tp)
+
+
+def _stage_layers(shape: ModelShape, layout: Layout, pp: int) -> list[int]:
+    return [layer for layers in layout.stages(shape.layers)[pp] for layer in layers]
+
+
 def adapter_parameters(config: Config, shape: ModelShape, layout: Layout, pp: int) -> int:
     """Parameters of LoRA adapters on one rank of pipeline stage ``pp``; 0 without LoRA.
 
     A matrix (out, in) has r (in + out): of q, k, v, gate and up a tensor-parallel rank holds r (in + out / tp), of the
-    output and down projections r (in / tp + out).
+    output and down projections r (in / tp + out). Experts have none.
     """
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    sizes = {  # cut over tp, whole
-        "q_proj": (q, shape.hidden), "k_proj": (kv, shape.hidden), "v_proj": (kv, shape.hidden), "o_proj": (q, shape.hidden),
-        "gate_proj": (shape.ffn, shape.hidden), "up_proj": (shape.ffn, shape.hidden), "down_proj": (shape.ffn, shape.hidden),
+    layers = _stage_layers(shape, layout, pp)
+    everywhere, dense = len(layers), sum(not shape.sparse(layer) for layer in layers)
+    sizes = {  # cut over tp, whole, how often
+        "q_proj": (q, shape.hidden, everywhere), "k_proj": (kv, shape.hidden, everywhere), "v_proj": (kv, shape.hidden, everywhere),
+        "o_proj": (q, shape.hidden, everywhere), "gate_proj": (shape.ffn, shape.hidden, dense), "up_proj": (shape.ffn, shape.hidden, dense),
+        "down_proj": (shape.ffn, shape.hidden, dense),
     }  # fmt: skip
-    per_layer = sum(sizes[matrix][0] // layout.tp + sizes[matrix][1] for matrix in derive.lora_matrices(config))
-    return config.lora.rank * per_layer * sum(map(len, layout.stages(shape.layers)[pp]))
+    found = (sizes[matrix] for matrix in derive.lora_matrices(config))
+    return config.lora.rank * sum(times * (cut // layout.tp + whole) for cut, whole, times in found)
 
 
 def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: int) -> RankMemory:
     """Bytes on ``rank`` of any replica.
 
     With P parameters of the model on the rank (:func:`stage_parameters`), L of adapters (:func:`adapter_parameters`), T = P
-    trained ones, or T = L with LoRA, b bytes per parameter (model.dtype), and S = T, or T/(dp cp) with
-    engine.distributed_optimizer:
+    trained ones, or T = L with LoRA, b bytes per parameter (model.dtype), and S = T, or with engine.distributed_optimizer
+    X ep/(dp cp) + (T - X)/(dp cp), where X of the trained ones are experts' (:func:`expert_parameters`):
 
         weights      b (P + L)
         gradients    4 T              (summed in float32)
@@ -167,7 +179,9 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
         a layer      b N (6 h / s + (D + 4 F) / tp)
                      residuals and norms 6h; q, k, v and attention output D; gate, up, their activation and product 4F;
                      attention scores are not kept (fused kernels; a CPU without one adds heads N² b for a moment);
-                     with cp > 1 the gathered keys and values too: b N cp 2 kv_heads head_dim / tp
+                     with cp > 1 the gathered keys and values too: b N cp 2 kv_heads head_dim / tp; with experts, of which a
+                     token is sent to k of F' each, k (4 F' / tp + h + 2 h / s) for 4 F / tp, tokens being spread evenly: what
+                     the experts take in, and what comes back
         recompute    selective: 4 F, and what cp gathers, for one layer only; full: b N h / s for each layer, and
                      one layer whole
         in flight    pp - stage micro-batches (1F1B), at most those of a step; with vpp > 1 (interleaved)
@@ -178,13 +192,16 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
     width = _BYTES[config.model.dtype]
     model, adapters = stage_parameters(shape, layout, at.pp), adapter_parameters(config, shape, layout, at.pp)
     trained = adapters or model
-    shard = -(-trained // (layout.dp * layout.cp)) if config.engine.distributed_optimizer else trained
+    shard = trained
+    if config.engine.distributed_optimizer:
+        ranks, experts = layout.dp * layout.cp, 0 if adapters else expert_parameters(shape, layout, at.pp)
+        shard = -(-(trained - experts) // ranks) + -(-experts * layout.ep // ranks)
 
     steps = [step for step in (sizes.main, sizes.warmup) if step is not None]
     tokens = config.train.micro_batch_size * -(-max(step.max_tokens for step in steps) // layout.cp)
     hidden = shape.hidden // layout.tp if config.engine.sequence_parallel else shape.hidden
     attention = shape.head_dim * 2 * (shape.heads + shape.kv_heads) // layout.tp
-    feed_forward = 4 * shape.ffn // layout.tp
+    feed_forward = _feed_forward_numbers(shape, layout, at.pp, hidden)
     gathered = layout.cp * 2 * shape.kv_heads * shape.head_dim // layout.tp if layout.cp > 1 else 0
     whole = 6 * hidden + attention + feed_forward + gathered
     kept, again = {
@@ -213,6 +230,15 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
         activations=activations,
         logits=12 * tokens * (-(-shape.vocab // layout.tp)) if last else 0,
     )
+
+
+def _feed_forward_numbers(shape: ModelShape, layout: Layout, pp: int, hidden: int) -> int:
+    """Numbers that the feed-forward layer of stage ``pp`` that keeps the most keeps of one token; ``hidden``: h / s."""
+    layers, x = _stage_layers(shape, layout, pp), shape.experts
+    dense = 0 if all(map(shape.sparse, layers)) else 4 * shape.ffn // layout.tp
+    if x is None or not any(map(shape.sparse, layers)):
+        return dense
+    return max(dense, x.per_token * (4 * x.ffn // layout.tp + shape.hidden + 2 * hidden))
 
 
 def _layers_in_flight(layout: Layout, pp: int, layers: int, micro_batches: int) -> int:
@@ -287,6 +313,7 @@ def size_rows(plan: Plan) -> list[tuple[str, str]]:
     sizes, layout, shape = plan.sizes, plan.sizes.layout, plan.shape
     rows = [
         ("model", f"{shape.architecture}, {shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers"),
+        *_expert_rows(plan),
         *_lora_rows(plan),
         ("launcher, device", f"{plan.launcher}, {plan.device}"),
         (
@@ -310,6 +337,14 @@ def size_rows(plan: Plan) -> list[tuple[str, str]]:
     rows += _step_rows(sizes.main)
     rows.append(("optimizer steps in all", str(sizes.total_steps)))
     return rows
+
+
+def _expert_rows(plan: Plan) -> list[tuple[str, str]]:
+    x, layout = plan.shape.experts, plan.sizes.layout
+    if x is None:
+        return []
+    held = f"; a rank holds {x.count // layout.ep} of each layer" if layout.ep > 1 else ""
+    return [("experts", f"{x.count} in each of {sum(x.sparse)} layers, {x.per_token} take a token{held}")]
 
 
 def _lora_rows(plan: Plan) -> list[tuple[str, str]]:

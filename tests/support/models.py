@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +18,11 @@ VOCAB = 101  # odd: must be padded for tp=2
 
 
 def tiny_config(family: str, *, tied: bool = False, **changes: Any) -> Any:
-    """A transformers config of ``llama``, ``qwen2`` or ``qwen3``: 4 layers, 4 heads in 2 groups."""
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+    """A transformers config: 4 layers, 4 heads in 2 groups. ``qwen3_moe``: 8 experts, of which 3, but layer 1 dense; ``mixtral``:
+    4 experts, of which 2."""
+    from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-    kind = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[family]
+    kinds = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig, "mixtral": MixtralConfig}
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -32,9 +34,13 @@ def tiny_config(family: str, *, tied: bool = False, **changes: Any) -> Any:
         "tie_word_embeddings": tied,
         "initializer_range": 0.2,  # large, so that a wrong layer shows
     }
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_moe"):
         settings["head_dim"] = 16  # not hidden_size / heads
-    return kind(**{**settings, **changes})
+    if family == "qwen3_moe":
+        settings |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "mlp_only_layers": [1], "norm_topk_prob": True}
+    if family == "mixtral":
+        settings |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return kinds[family](**{**settings, **changes})
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,23 @@ def hf_model(hf_config: Any, seed: int = 0) -> Any:
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
+
+
+def saved_weights(model: Any) -> dict[str, Tensor]:
+    """The weights under the names by which transformers saves them: those in memory, but for experts, which it fuses there."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    held = {k: v for k, v in model.state_dict().items() if not (k == "lm_head.weight" and model.config.tie_word_embeddings)}
+    return dict(revert_weight_conversion(model, held))
+
+
+def saved_gradients(model: Any) -> dict[str, Tensor]:
+    """The gradients under those names."""
+    gradients = copy.deepcopy(model)
+    with torch.no_grad():
+        for holder, parameter in zip(gradients.parameters(), model.parameters(), strict=True):
+            holder.copy_(parameter.grad)
+    return saved_weights(gradients)
 
 
 def batch(seed: int, samples: int, tokens: int, vocab: int = VOCAB) -> TrainingBatch:
@@ -102,6 +125,9 @@ class NllWithEntropy:
 
     def __init__(self, entropy_coef: float = 0.1):
         self.entropy_coef = entropy_coef
+
+    def weight(self, batch: TrainingBatch) -> Tensor:
+        return batch.tensors["loss_mask"].sum()
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: TrainingBatch) -> LossOutput:
         assert entropy is not None

@@ -34,7 +34,7 @@ def combine(
             seconds[phase] = max(seconds.get(phase, 0.0), spent)
     return StepResult(
         step=step, applied=first.outcome is Outcome.APPLY, loss=ratios.pop("loss"), divisor=first.sums[0],
-        grad_norm=first.grad_norm, lr=lr, metrics=ratios, seconds=seconds, attempts=max(r.attempts for r in reports),
+        grad_norm=first.grad_norm, lr=lr, metrics=ratios | first.metrics, seconds=seconds, attempts=max(r.attempts for r in reports),
         slots=slots, slots_redone=sum(r.slots_redone for r in per_replica), members=view.contributors,
     )
 

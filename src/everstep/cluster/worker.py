@@ -7,6 +7,7 @@ A worker owns its engine, its links and its end of the coordinator's channel. Th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import threading
@@ -394,7 +395,9 @@ class Worker:
 
     def train_step(self, step: int, slots: Slots, loss: LossSpec, lr: float, temperature: float) -> StepReport:
         assert self._transaction is not None
-        return self._transaction.run(StepWork(self, step, slots, loss.build(), lr, temperature))
+        report = self._transaction.run(StepWork(self, step, slots, loss.build(), lr, temperature))
+        sums, metrics = self.engine.read_sums(report.sums)
+        return dataclasses.replace(report, sums=sums, metrics=metrics)
 
     def generate(self, batch: TrainingBatch, sampling: Sampling) -> TrainingBatch:
         """Completions for prompts; the collecting rank generates, its model-parallel peers help to gather the weights."""

@@ -19,7 +19,7 @@ from everstep.errors import BadInput, ConfigError
 from everstep.layout import Layout
 from everstep.recovery.faults import AT_POINT, BEFORE_THE_VOTE_IS_COUNTED, DEADLY, HELD_KINDS, PHASES, UNHELD_PHASES
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM")
 
 
 def check(config: Config, environ: Mapping[str, str] = os.environ) -> derive.Sizes:
@@ -45,7 +45,9 @@ def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> deriv
         )
     _check_offload(config)
     derive.lora_matrices(config)
-    check_model(describe(config.model), sizes.layout, config.model.path)
+    shape = describe(config.model)
+    check_model(shape, sizes.layout, config.model.path)
+    _check_experts(config, shape, sizes.layout)
     _check_data_files(config)
     _check_functions(config)
     return sizes
@@ -58,13 +60,15 @@ def check_model(shape: ModelShape, layout: Layout, path: str) -> None:
     """Whether ``shape`` can be cut as ``layout`` says. ``ConfigError``."""
     if shape.architecture not in ARCHITECTURES:
         raise ConfigError(f"model.path={path} is a {shape.architecture}; this version trains {', '.join(ARCHITECTURES)}")
-    for count, name in (
-        (shape.heads, "attention heads"),
-        (shape.kv_heads, "key-value heads"),
-        (shape.ffn, "channels in its feed-forward layer"),
-    ):
+    experts = shape.experts
+    counts = [(shape.heads, "attention heads"), (shape.kv_heads, "key-value heads")]
+    if experts is None or not all(experts.sparse):
+        counts.append((shape.ffn, "channels in its feed-forward layer"))
+    if experts is not None:
+        counts.append((experts.ffn, "channels in an expert"))
+    for count, name in counts:
         if count % layout.tp:
-            fits = [n for n in range(1, shape.kv_heads + 1) if not (shape.heads % n or shape.kv_heads % n or shape.ffn % n)]
+            fits = [n for n in range(1, shape.kv_heads + 1) if not any(count % n for count, _ in counts)]
             raise ConfigError(
                 f"layout.tp={layout.tp} does not divide the {count} {name} of model.path={path}; layout.tp can be {_or(fits)}"
             )
@@ -74,6 +78,30 @@ def check_model(shape: ModelShape, layout: Layout, path: str) -> None:
             "lower layout.tp"
         )
     layout.stages(shape.layers)
+    if layout.ep > 1 and experts is None:
+        raise ConfigError(f"layout.ep={layout.ep} shares out experts, but model.path={path} has none; set layout.ep=1")
+    if experts is not None and experts.count % layout.ep:
+        raise ConfigError(
+            f"layout.ep={layout.ep} does not divide the {experts.count} experts of a layer of model.path={path}; layout.ep can be "
+            + _or([n for n in range(1, layout.dp * layout.cp + 1) if not (experts.count % n or layout.dp * layout.cp % n)])
+        )
+
+
+def _check_experts(config: Config, shape: ModelShape, layout: Layout) -> None:
+    """What mixtures of experts ask of other keys."""
+    adapted, experts = derive.lora_matrices(config), shape.experts
+    if experts is None:
+        if config.moe.aux_loss_coef:
+            raise ConfigError(
+                f"moe.aux_loss_coef={config.moe.aux_loss_coef} balances experts, but model.path={config.model.path} has none; leave it out"
+            )
+        return
+    if layout.tp > 1 and not config.engine.sequence_parallel:
+        raise ConfigError(
+            f"layout.tp={layout.tp} with experts: tensor-parallel ranks must route different tokens; set engine.sequence_parallel=true"
+        )
+    if all(experts.sparse):
+        derive.refuse_adapted_experts(name for name in adapted if name in derive.LORA_MATRICES["fc1"] + derive.LORA_MATRICES["fc2"])
 
 
 def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) -> None:

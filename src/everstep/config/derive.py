@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,6 +26,7 @@ def layout(config: Config) -> Layout:
         spares=sizes.spares,
         tp=sizes.tp,
         cp=sizes.cp,
+        ep=sizes.ep,
         dp=sizes.dp,
         pp=sizes.pp,
         vpp=sizes.vpp,
@@ -60,6 +61,15 @@ def lora_matrices(config: Config) -> tuple[str, ...]:
             f"{', '.join(LORA_MATRICES)}, or set lora.rank=0 to train all weights"
         )
     return tuple(name for name in known if name in wanted)
+
+
+def refuse_adapted_experts(matrices: Iterable[str]) -> None:
+    """``ConfigError`` if there are any ``matrices``: those of ``lora_matrices`` that the model has nowhere but in experts."""
+    if found := list(matrices):
+        raise ConfigError(
+            f"lora.targets: {', '.join(found)} match only matrices of experts, which get no adapters; name others, "
+            "such as lora.targets=[qkv,proj]"
+        )
 
 
 @dataclass(frozen=True)

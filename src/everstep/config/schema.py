@@ -63,6 +63,13 @@ class LayoutConfig(Section):
         "the first and the last stage taking the fewer.",
     )
     dp: int = Field(1, ge=1, description="Data-parallel ranks inside a replica (inner DP).")
+    ep: int = Field(
+        1,
+        ge=1,
+        description="Expert-parallel ranks inside a replica: each holds an equal part of the experts of a layer. They are the data- and "
+        "context-parallel ranks in another role, so layout.ep divides layout.dp*layout.cp and adds no ranks. Inside an "
+        "expert, matrices are cut over layout.tp like all others.",
+    )
 
 
 class OffloadConfig(Section):
@@ -109,6 +116,17 @@ class EngineConfig(Section):
         description="Deterministic kernels: the same seed and layout give bitwise the same weights (slower on GPU).",
     )
     offload: OffloadConfig = OffloadConfig()
+
+
+class MoeConfig(Section):
+    """Models with mixtures of experts (Qwen3-MoE, Mixtral)."""
+
+    aux_loss_coef: float | None = Field(
+        None,
+        ge=0,
+        description="Coefficient of the auxiliary loss that balances experts, of each micro-batch by itself and weighed like its loss; "
+        "default: the model's router_aux_loss_coef if its config.json has output_router_logits=true, else 0 (as transformers).",
+    )
 
 
 class LoraConfig(Section):
@@ -482,6 +500,7 @@ class Config(Section):
     model: ModelConfig
     layout: LayoutConfig = LayoutConfig()
     engine: EngineConfig = EngineConfig()
+    moe: MoeConfig = MoeConfig()
     lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()

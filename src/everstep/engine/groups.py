@@ -53,6 +53,8 @@ def open_groups(layout: Layout) -> None:
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.tp,  # Megatron's own default
         order="tp-cp-ep-dp-pp",
         create_gloo_process_groups=False,
     )

@@ -3,6 +3,9 @@
 One table (``pieces``) says, for every parameter of the model, which Hugging Face tensors it is made of, which
 pipeline stage holds it and how the tensor-parallel ranks cut it; loading, export and random initialisation all read
 that table. Legend: H query heads, G key/value heads, D channels per head, F intermediate size, V vocabulary.
+
+Experts go by the names under which transformers saves them, one tensor for each matrix of each expert; in memory transformers
+(from version 5 on) fuses the experts of a layer, and those names are understood too (``everstep.engine.fused``).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from everstep.engine.fused import expert_names, single_experts
 from everstep.engine.model import Architecture, chunk_prefix
 from everstep.errors import BadInput
 from everstep.layout import Layout
@@ -31,7 +35,8 @@ class Piece:
     """One parameter of the model: ``local`` is its name among ``model.rank_parameters`` of pipeline rank ``stage``.
 
     ``names`` and ``shapes`` are the Hugging Face tensors it holds (q, k, v or gate, up or one), ``shape`` its own on
-    every rank. ``shared``: a second copy of the embedding, kept equal by Megatron, that exports and norms skip.
+    every rank. ``shared``: a second copy of the embedding, kept equal by Megatron, that exports and norms skip. An expert's
+    matrix is entry ``index`` of a parameter, and expert-parallel rank ``ep`` holds it (None: it is a whole parameter, of all).
     """
 
     local: str
@@ -41,6 +46,16 @@ class Piece:
     shapes: tuple[tuple[int, ...], ...]
     shape: tuple[int, ...]
     shared: bool = False
+    ep: int | None = None
+    index: int | None = None
+
+    def of(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Its tensor, of ``shape``, among this rank's ``parameters``."""
+        return parameters[self.local] if self.index is None else parameters[self.local][self.index]
+
+    def held(self, stage: int, ep: int) -> bool:
+        """Whether the ranks of pipeline stage ``stage`` and expert-parallel rank ``ep`` hold it."""
+        return self.stage == stage and self.ep in (None, ep)
 
     @property
     def replicated(self) -> bool:
@@ -72,9 +87,9 @@ def pieces(arch: Architecture, layout: Layout) -> list[Piece]:
 
         def add(
             local: str, cut: Cut, names: list[str], shapes: list[tuple[int, ...]], shape: tuple[int, ...],
-            stage: int = stage, mine: str = mine, theirs: str = theirs,
+            at: tuple[int | None, int | None] = (None, None), stage: int = stage, mine: str = mine, theirs: str = theirs,
         ) -> None:  # fmt: skip
-            table.append(Piece(mine + local, stage, cut, tuple(theirs + n for n in names), tuple(shapes), shape))
+            table.append(Piece(mine + local, stage, cut, tuple(theirs + n for n in names), tuple(shapes), shape, ep=at[0], index=at[1]))
 
         qkv = [f"self_attn.{n}_proj" for n in "qkv"]
         gate_up = ["mlp.gate_proj", "mlp.up_proj"]
@@ -97,14 +112,23 @@ def pieces(arch: Architecture, layout: Layout) -> list[Piece]:
                     f"self_attention.{n}_layernorm.weight", "whole",
                     [f"self_attn.{n}_norm.weight"], [(a.head_dim,)], (a.head_dim,),
                 )  # fmt: skip
-        add(
-            "mlp.linear_fc1.weight", "gate_up",
-            [f"{n}.weight" for n in gate_up], [(a.ffn, h)] * 2, (2 * a.ffn // tp, h),
-        )  # fmt: skip
-        add("mlp.linear_fc2.weight", "columns", ["mlp.down_proj.weight"], [(h, a.ffn)], (h, a.ffn // tp))
-        if a.mlp_bias:
-            add("mlp.linear_fc1.bias", "gate_up", [f"{n}.bias" for n in gate_up], [(a.ffn,)] * 2, (2 * a.ffn // tp,))
-            add("mlp.linear_fc2.bias", "whole", ["mlp.down_proj.bias"], [(h,)], (h,))
+        if a.experts is not None and a.experts.sparse[layer]:
+            x, inside = a.experts, expert_names(a.family)
+            add("mlp.router.weight", "whole", [f"{inside.block}.gate.weight"], [(x.count, h)], (x.count, h))
+            for expert in range(x.count):
+                its, at = f"{inside.block}.experts.{expert}.", divmod(expert, x.count // layout.ep)
+                gate_up_names = [f"{its}{n}.weight" for n in (inside.gate, inside.up)]
+                add("mlp.experts.gate_up", "gate_up", gate_up_names, [(x.ffn, h)] * 2, (2 * x.ffn // tp, h), at)
+                add("mlp.experts.down", "columns", [f"{its}{inside.down}.weight"], [(h, x.ffn)], (h, x.ffn // tp), at)
+        else:
+            add(
+                "mlp.linear_fc1.weight", "gate_up",
+                [f"{n}.weight" for n in gate_up], [(a.ffn, h)] * 2, (2 * a.ffn // tp, h),
+            )  # fmt: skip
+            add("mlp.linear_fc2.weight", "columns", ["mlp.down_proj.weight"], [(h, a.ffn)], (h, a.ffn // tp))
+            if a.mlp_bias:
+                add("mlp.linear_fc1.bias", "gate_up", [f"{n}.bias" for n in gate_up], [(a.ffn,)] * 2, (2 * a.ffn // tp,))
+                add("mlp.linear_fc2.bias", "whole", ["mlp.down_proj.bias"], [(h,)], (h,))
         add("input_layernorm.weight", "whole", ["input_layernorm.weight"], [(h,)], (h,))
         add("pre_mlp_layernorm.weight", "whole", ["post_attention_layernorm.weight"], [(h,)], (h,))
     table.append(
@@ -185,10 +209,12 @@ def load(
     BadInput if a tensor is missing or has another shape than config.json says.
     """
     tp, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
-    stage = mpu.get_pipeline_model_parallel_rank()
-    left = dict(parameters)
+    if arch.experts is not None:
+        source = single_experts(source, arch.family, arch.experts.count)
+    stage, ep = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
+    left = set(parameters)
     for piece in table:
-        if piece.stage != stage:
+        if not piece.held(stage, ep):
             continue
         whole = []
         for name, shape in zip(piece.names, piece.shapes, strict=True):
@@ -200,8 +226,8 @@ def load(
                     f"{origin}: tensor {name} has shape {tuple(tensor.shape)}, but config.json says {shape}"
                 )
             whole.append(tensor)
-        target = left.pop(piece.local)
-        target.copy_(shard(piece, whole, arch, tp, rank))
+        left.discard(piece.local)
+        piece.of(parameters).copy_(shard(piece, whole, arch, tp, rank))
     if left:
         raise AssertionError(f"the table of weights does not cover {sorted(left)}")
 
@@ -254,13 +280,14 @@ def export(
     """
     tp_group, tp = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_world_size()
     pp_group, pp = mpu.get_pipeline_model_parallel_group(), mpu.get_pipeline_model_parallel_world_size()
-    stage = mpu.get_pipeline_model_parallel_rank()
+    ep_group, ep = mpu.get_expert_model_parallel_group(), mpu.get_expert_model_parallel_world_size()
+    stage, ep_rank = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
     like = next(iter(parameters.values()))
     for piece in table:
         if piece.shared:
             continue
-        if piece.stage == stage:
-            own = parameters[piece.local].detach()
+        if piece.held(stage, ep_rank):
+            own = piece.of(parameters).detach()
             if piece.replicated or tp == 1:
                 shards = [own]
             else:
@@ -271,6 +298,8 @@ def export(
         else:
             whole = [torch.empty(shape, dtype=like.dtype, device=like.device) for shape in piece.shapes]
         for name, tensor in zip(piece.names, whole, strict=True):
+            if piece.ep is not None and ep > 1 and piece.stage == stage:
+                dist.broadcast(tensor, src=dist.get_global_rank(ep_group, piece.ep), group=ep_group)
             if pp > 1:
                 dist.broadcast(tensor, src=dist.get_global_rank(pp_group, piece.stage), group=pp_group)
             yield name, tensor

@@ -38,7 +38,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from everstep.config.derive import lora_matrices
+from everstep.config.derive import lora_matrices, refuse_adapted_experts
 from everstep.config.schema import Config, LoraConfig
 from everstep.engine.hf import Getter, Piece
 from everstep.engine.model import Architecture, bare, chunk_prefix, rank_parameters
@@ -123,17 +123,19 @@ class Adapter(nn.Module):
 def pieces(table: Sequence[Piece], config: Config, layout: Layout) -> list[Piece]:
     """The parameters of all adapters, as ``hf.pieces`` lists those of the model (``table``); none without LoRA.
 
-    Their Hugging Face names are those of ``peft`` without its prefix ``base_model.model.``.
+    Their Hugging Face names are those of ``peft`` without its prefix ``base_model.model.``. Experts get none; ConfigError if that
+    leaves nothing of a matrix of ``lora.targets``.
     """
     r, tp = config.lora.rank, layout.tp
     adapted = lora_matrices(config)
-    found = []
+    found, matched = [], set()
     for piece in table:
         for name, shape in zip(piece.names, piece.shapes, strict=True):
             stem, _, kind = name.rpartition(".")
             matrix = stem.rpartition(".")[2]
-            if kind != "weight" or matrix not in adapted:
+            if kind != "weight" or matrix not in adapted or piece.ep is not None:
                 continue
+            matched.add(matrix)
             local = piece.local.removesuffix("weight") + f"{NAME}.{matrix}_"
             (rows, columns), row = shape, piece.cut == "columns"
             names_a, names_b = (f"{stem}.lora_A.weight",), (f"{stem}.lora_B.weight",)
@@ -143,6 +145,7 @@ def pieces(table: Sequence[Piece], config: Config, layout: Layout) -> list[Piece
                 Piece(f"{local}a", piece.stage, "columns" if row else "whole", names_a, ((r, columns),), a),
                 Piece(f"{local}b", piece.stage, "whole" if row else "rows", names_b, ((rows, r),), b),
             ]
+    refuse_adapted_experts(matrix for matrix in adapted if matrix not in matched)
     return found
 
 
@@ -159,7 +162,9 @@ def attach(
         if arch.value_head and model.post_process:
             model.output_layer.requires_grad_(True)  # new, so there is nothing to keep
         for piece in table:
-            if piece.stage != stage or not piece.local.startswith(prefix) or not piece.local.endswith(".weight"):
+            if piece.stage != stage or piece.ep is not None:
+                continue
+            if not piece.local.startswith(prefix) or not piece.local.endswith(".weight"):
                 continue
             matrices = {n.split(".")[-2]: s[0] for n, s in zip(piece.names, piece.shapes, strict=True)}
             mine = [matrix for matrix in matrices if matrix in adapted]

@@ -36,6 +36,9 @@ class LossFn(Protocol):
 
     ``logprobs[b, t] = log p(input_ids[b, t] | input_ids[b, <t])``; column 0 is 0. ``entropy`` is that of the same
     distribution, or None unless ``needs_entropy``.
+
+    With an auxiliary loss of experts (``moe.aux_loss_coef``) it also has ``weight(batch)``: the ``LossOutput.weight`` that it
+    will return, from the batch alone; every pipeline stage calls it.
     """
 
     metric_names: tuple[str, ...]

@@ -20,12 +20,14 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from everstep.config.schema import Config
 from everstep.engine.layers import AddingRowParallelLinear, BiasedRowParallelLinear, CausalAttention, RMSNorm, ValueHead
+from everstep.engine.moe import ExpertLayer
 from everstep.errors import BadInput
 from everstep.layout import Layout
 
@@ -35,13 +37,25 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 for _name in ("models.gpt.gpt_model", "distributed.distributed_data_parallel"):
     logging.getLogger(f"megatron.core.{_name}").setLevel(logging.ERROR)
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The feed-forward layers that are mixtures of experts. ``sparse``: for every layer of the model whether it is one."""
+
+    count: int  # of one layer
+    per_token: int
+    ffn: int  # of one expert
+    renormalized: bool  # the chosen experts' weights are divided by their sum
+    sparse: tuple[bool, ...]
+    aux_loss_coef: float  # 0: no auxiliary loss
+
+
+@dataclass(frozen=True)
 class Architecture:
-    """What a decoder of the Llama, Qwen2 or Qwen3 family is made of. Sizes are those of the whole model."""
+    """What a decoder of the Llama, Qwen2, Qwen3 or Mixtral family is made of. Sizes are those of the whole model."""
 
     family: str
     layers: int
@@ -62,7 +76,12 @@ class Architecture:
     initializer_range: float
     pad_token: int | None
     inverse_frequencies: tuple[float, ...]  # of the rotary embedding, head_dim // 2 of them
+    experts: Experts | None = None
     value_head: bool = False  # one number per token instead of the vocabulary: a critic
+
+    def sparse(self, layer: int) -> bool:
+        """Whether the feed-forward layer number ``layer`` is a mixture of experts."""
+        return self.experts is not None and self.experts.sparse[layer]
 
     @property
     def ties(self) -> bool:
@@ -78,8 +97,11 @@ def _refuse(key: str, value: Any, why: str) -> BadInput:
     return BadInput(f"config.json of the model: {key}={value!r} is not supported: {why}")
 
 
-def read_architecture(hf_config: Any) -> Architecture:
-    """What ``hf_config`` (a transformers ``PretrainedConfig``) describes. BadInput names the key that cannot be used."""
+def read_architecture(hf_config: Any, aux_loss_coef: float | None = None) -> Architecture:
+    """What ``hf_config`` (a transformers ``PretrainedConfig``) describes. BadInput names the key that cannot be used.
+
+    ``aux_loss_coef``: of the auxiliary loss of experts, in the place of the model's own (``moe.aux_loss_coef``).
+    """
     c = hf_config
     family = c.model_type
     if family not in FAMILIES:
@@ -91,6 +113,8 @@ def read_architecture(hf_config: Any) -> Architecture:
         raise _refuse("quantization_config", "...", "quantised weights cannot be trained; use the unquantised model")
     if getattr(c, "use_sliding_window", False):
         raise _refuse("use_sliding_window", True, "attention is causal over the whole sequence")
+    if family == "mixtral" and c.sliding_window is not None:
+        raise _refuse("sliding_window", c.sliding_window, "attention is causal over the whole sequence")
     other = sorted(set(getattr(c, "layer_types", None) or []) - {"full_attention"})
     if other:
         raise _refuse("layer_types", other, "every layer must be full_attention")
@@ -116,11 +140,37 @@ def read_architecture(hf_config: Any) -> Architecture:
         qkv_bias=biased or family == "qwen2",
         out_bias=biased and family != "qwen2",
         mlp_bias=mlp_bias,
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         attention_dropout=float(getattr(c, "attention_dropout", 0.0) or 0.0),
         initializer_range=c.initializer_range,
         pad_token=c.pad_token_id,
         inverse_frequencies=tuple(_inverse_frequencies(c, head_dim).tolist()),
+        experts=_experts(c, aux_loss_coef) if family in ("qwen3_moe", "mixtral") else None,
+    )
+
+
+def _experts(c: Any, aux_loss_coef: float | None) -> Experts | None:
+    """None if no layer has experts. The auxiliary loss is on where transformers adds it: with ``output_router_logits``."""
+    if getattr(c, "router_jitter_noise", 0.0):
+        raise _refuse("router_jitter_noise", c.router_jitter_noise, "routing is a function of the token alone")
+    count, chosen = c.num_local_experts, c.num_experts_per_tok
+    mixtral = c.model_type == "mixtral"
+    sparse = tuple(
+        mixtral or (layer not in c.mlp_only_layers and count > 0 and (layer + 1) % c.decoder_sparse_step == 0)
+        for layer in range(c.num_hidden_layers)
+    )
+    if not any(sparse):
+        return None
+    if not 1 <= chosen <= count:
+        raise _refuse("num_experts_per_tok", chosen, f"a layer has {count} experts")
+    its_own = float(c.router_aux_loss_coef) if c.output_router_logits else 0.0
+    return Experts(
+        count=count,
+        per_token=chosen,
+        ffn=c.intermediate_size if mixtral else c.moe_intermediate_size,
+        renormalized=mixtral or bool(c.norm_topk_prob),
+        sparse=sparse,
+        aux_loss_coef=its_own if aux_loss_coef is None else aux_loss_coef,
     )
 
 
@@ -144,12 +194,14 @@ def _inverse_frequencies(c: Any, head_dim: int) -> Tensor:
     return frequencies
 
 
-def check_layout(arch: Architecture, layout: Layout) -> None:
+def check_layout(arch: Architecture, layout: Layout, sequence_parallel: bool = False) -> None:
     """BadInput if the model cannot be cut as ``layout`` says; names the keys of both sides."""
+    experts = arch.experts
     for key, value in (
         ("num_attention_heads", arch.heads),
         ("num_key_value_heads", arch.kv_heads),
-        ("intermediate_size", arch.ffn),
+        ("intermediate_size", arch.ffn if experts is None or not all(experts.sparse) else layout.tp),
+        ("the intermediate size of experts", experts.ffn if experts else layout.tp),
     ):
         if value % layout.tp:
             raise BadInput(f"layout.tp={layout.tp} does not divide {key}={value} of the model; change layout.tp")
@@ -158,8 +210,14 @@ def check_layout(arch: Architecture, layout: Layout) -> None:
             f"layout.tp={layout.tp} leaves a rank without vocabulary: vocab_size={arch.vocab}; make layout.tp smaller"
         )
     layout.stages(arch.layers)
-    if layout.ep != 1:
-        raise BadInput(f"layout.ep={layout.ep} is not supported; set it to 1")
+    if experts is not None and layout.tp > 1 and not sequence_parallel:
+        raise BadInput(
+            f"layout.tp={layout.tp} with experts: tensor-parallel ranks must route different tokens; set engine.sequence_parallel=true"
+        )
+    if layout.ep > 1 and (experts is None or experts.count % layout.ep):
+        raise BadInput(
+            f"layout.ep={layout.ep} does not divide num_experts={experts.count if experts else 0} of the model; change layout.ep"
+        )
 
 
 def transformer_config(arch: Architecture, config: Config, layout: Layout) -> TransformerConfig:
@@ -185,6 +243,19 @@ def transformer_config(arch: Architecture, config: Config, layout: Layout) -> Tr
         # The batched exchange posts a rank's sends in both directions as one list; between the same two ranks (pp=2)
         # their order differs from that of the receives, and activations arrive as gradients.
         pipeline |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    mixture: dict[str, Any] = {}
+    if arch.experts is not None:
+        mixture = {
+            "num_moe_experts": arch.experts.count,
+            "moe_ffn_hidden_size": arch.experts.ffn,
+            "moe_router_topk": arch.experts.per_token,
+            # Megatron's word for weights that are not divided by their sum.
+            "moe_router_pre_softmax": not arch.experts.renormalized,
+            "moe_router_load_balancing_type": "none",  # ours: everstep.engine.moe
+            "moe_aux_loss_coeff": arch.experts.aux_loss_coef / sum(arch.experts.sparse),
+            "expert_model_parallel_size": layout.ep,
+            "expert_tensor_parallel_size": layout.tp,
+        }
     return TransformerConfig(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
@@ -219,6 +290,7 @@ def transformer_config(arch: Architecture, config: Config, layout: Layout) -> Tr
         gradient_accumulation_fusion=False,
         **pipeline,
         **recompute,
+        **mixture,
     )
 
 
@@ -237,10 +309,10 @@ def build_chunks(arch: Architecture, megatron: TransformerConfig, layout: Layout
     Collective over the replica if embeddings are tied.
     """
     chunks = layout.stages(arch.layers)[mpu.get_pipeline_model_parallel_rank()]
-    return [_build_chunk(arch, megatron, len(layers), i if layout.vpp > 1 else None) for i, layers in enumerate(chunks)]
+    return [_build_chunk(arch, megatron, layers, i if layout.vpp > 1 else None) for i, layers in enumerate(chunks)]
 
 
-def _build_chunk(arch: Architecture, megatron: TransformerConfig, layers: int, chunk: int | None) -> GPTModel:
+def _build_layer(arch: Architecture, sparse: bool) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -254,10 +326,17 @@ def _build_chunk(arch: Architecture, megatron: TransformerConfig, layers: int, c
         mlp: Any = layer.submodules.mlp  # a ModuleSpec up to Megatron-Core 0.16, later a functools.partial
         parts = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
         parts.linear_fc2 = AddingRowParallelLinear
+    if sparse:
+        layer.submodules.mlp = ExpertLayer
+    return layer
+
+
+def _build_chunk(arch: Architecture, megatron: TransformerConfig, layers: range, chunk: int | None) -> GPTModel:
+    specs = [_build_layer(arch, arch.sparse(layer)) for layer in layers]
     tp = megatron.tensor_model_parallel_size
     model = GPTModel(
         megatron,
-        TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm),
+        TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm),
         vocab_size=arch.padded_vocab(tp),
         max_sequence_length=arch.max_positions,
         pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),

@@ -1,7 +1,7 @@
 """Megatron's pipeline schedules over micro-batches of any shape and number.
 
-The interleaved schedule (layout.vpp) wants a number of micro-batches that the pipeline's ranks divide, so empty ones,
-without loss and weight, fill it up. It overlaps its messages with computation, so all have the same shape: micro-batches
+The interleaved schedule (layout.vpp) wants a number of micro-batches that the pipeline's ranks divide, and ranks that exchange
+tokens (layout.ep) must run as many as each other, so empty ones, without loss and weight, fill it up. It overlaps its messages with computation, so all have the same shape: micro-batches
 are padded to the largest. The plain schedule sends shapes along where they differ.
 """
 
@@ -40,16 +40,21 @@ def run_micro_batches(
     finish: Finish,
     forward_only: bool,
     device: torch.device,
+    count: int,
+    shares: Callable[[TrainingBatch], Tensor] | None,
 ) -> list[dict[str, Tensor]]:
-    """One forward (and backward) of every micro-batch through this rank's ``chunks``.
+    """One forward (and backward) of every micro-batch through this rank's ``chunks``; empty ones make them ``count``.
+
+    ``shares``: of a micro-batch's tokens (B, T), what routers are told (``everstep.engine.moe.token_shares``); None: nothing.
 
     Returns what ``finish`` collects, per micro-batch, on the last pipeline rank; an empty list elsewhere. The process's
     random state is left as it was: no stream survives a micro-batch.
     """
     work: list[tuple[TrainingBatch | None, int]] = list(zip(micro_batches, seeds, strict=True))
+    work += [(None, 0)] * (count - len(work))
     if layout.vpp > 1:
         work += [(None, 0)] * (-len(work) % layout.pp)
-    shapes = [tuple(batch.tensors["input_ids"].shape) for batch in micro_batches]
+    shapes = [tuple(batch.tensors["input_ids"].shape) for batch in micro_batches] or [(1, 1)]
     largest = max(samples for samples, _ in shapes), columns.padded(max(tokens for _, tokens in shapes))
     # All stages see the same micro-batches, so they agree on whether shapes must be sent along.
     megatron.variable_seq_lengths = layout.pp > 1 and layout.vpp == 1 and len(set(shapes)) > 1
@@ -69,8 +74,11 @@ def run_micro_batches(
             ids, after = batch.tensors["input_ids"], functools.partial(_finish_rows, finish, batch)
         samples, width = largest if layout.vpp > 1 else (len(ids), columns.padded(ids.shape[1]))
         positions = torch.arange(width, device=device)[None].expand(samples, -1)
-        own = columns.own(F.pad(ids, (0, 0, 0, samples - len(ids))), width)
-        return chunk(own, columns.own(positions, width), None, **precision), after
+        filled = lambda values: columns.own(F.pad(values, (0, 0, 0, samples - len(values))), width)
+        routed = {}
+        if shares is not None:
+            routed = {"padding_mask": filled(torch.zeros(ids.shape, device=device) if batch is None else shares(batch))}
+        return chunk(filled(ids), columns.own(positions, width), None, **precision, **routed), after
 
     with _kept_random_state(), _nothing_left_of_a_failed_backward():
         results = get_forward_backward_func()(

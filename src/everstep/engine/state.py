@@ -45,7 +45,13 @@ def adam_slots(chunks: list[DistributedDataParallel], optimizer: Any) -> list[Sl
     Megatron creates them in the first step; a spare must be able to receive them before it has made one.
     """
     names = parameter_names(chunks)
-    inner = optimizer.chained_optimizers[0]
+    slots: dict[str, Slot] = {}
+    for inner in optimizer.chained_optimizers:  # expert-parallel parameters have one of their own
+        slots |= _slots_of(inner, names)
+    return [slots[name] for name in names.values() if name in slots]
+
+
+def _slots_of(inner: Any, names: Mapping[torch.nn.Parameter, str]) -> dict[str, Slot]:
     pairs: list[tuple[torch.nn.Parameter, Tensor, bool]] = []
     if hasattr(inner, "shard_fp32_from_float16_groups"):  # distributed
         for params, shards, master in (
@@ -71,7 +77,7 @@ def adam_slots(chunks: list[DistributedDataParallel], optimizer: Any) -> list[Sl
             adam["exp_avg"] = torch.zeros_like(stepped, memory_format=torch.preserve_format)
             adam["exp_avg_sq"] = torch.zeros_like(stepped, memory_format=torch.preserve_format)
         slots[names[parameter]] = Slot(names[parameter], stepped, master, adam)
-    return [slots[name] for name in names.values() if name in slots]
+    return slots
 
 
 def _buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator[Any]:
@@ -97,8 +103,12 @@ def optimizer_memory(slots: Sequence[Slot]) -> Iterator[Tensor]:
 
 
 def _buckets(chunks: list[DistributedDataParallel]) -> Iterator[tuple[Any, Any]]:
-    """(buffer, bucket) of all gradients of this rank, in a fixed order."""
-    return ((buffer, bucket) for ddp in chunks for buffer in ddp.buffers for bucket in buffer.buckets)
+    """(buffer, bucket) of all gradients of this rank, in a fixed order. With expert parallelism experts have buffers of their own,
+    summed and cut over other ranks than the rest."""
+    for ddp in chunks:
+        for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
+            for bucket in buffer.buckets:
+                yield buffer, bucket
 
 
 def gradient_shards(chunks: list[DistributedDataParallel]) -> list[Tensor]:
@@ -108,7 +118,7 @@ def gradient_shards(chunks: list[DistributedDataParallel]) -> list[Tensor]:
     shards = []
     for buffer, bucket in _buckets(chunks):
         length = bucket.grad_data.numel() // buffer.data_parallel_world_size
-        rank = mpu.get_data_parallel_rank(with_context_parallel=True)
+        rank = buffer.data_parallel_group.rank()
         shards.append(bucket.grad_data[rank * length : (rank + 1) * length])
     return shards
 
@@ -118,16 +128,16 @@ def counted_ranges(chunks: list[DistributedDataParallel], table: list[Piece]) ->
 
     Together the ranks of a replica count every parameter once: of tensors that all tensor-parallel ranks hold only
     rank 0 counts, the second copy of a tied embedding counts nowhere, and without the distributed optimizer only
-    the first of the ranks that hold equal gradients (data and context parallel) counts at all.
+    the first of the ranks that hold equal gradients (data and context parallel; of an expert, expert-data parallel) counts at all.
     """
-    stage = mpu.get_pipeline_model_parallel_rank()
-    known = {piece.local: piece for piece in table if piece.stage == stage}
+    stage, ep = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
+    known = {piece.local: piece for piece in table if piece.held(stage, ep)}
     names = parameter_names(chunks)
     sharded = chunks[0].ddp_config.use_distributed_optimizer
     first_tp = mpu.get_tensor_model_parallel_rank() == 0
-    dp_rank = mpu.get_data_parallel_rank(with_context_parallel=True)
     result = []
     for buffer, bucket in _buckets(chunks):
+        dp_rank = buffer.data_parallel_group.rank()  # among the ranks that hold equal gradients, or share them out
         length = bucket.grad_data.numel()
         low, high = 0, length
         if sharded:

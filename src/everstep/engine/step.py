@@ -49,11 +49,12 @@ from everstep.engine.model import (
     transformer_config,
     wrap_for_training,
 )
+from everstep.engine.moe import SideState, routing_metrics, token_shares
 from everstep.engine.offload import PARTS, Part, Residence
 from everstep.engine.schedule import Finish, no_tokens, run_micro_batches
 from everstep.engine.source import ModelSource, weights
 from everstep.engine.vocab import token_logprobs
-from everstep.errors import EverstepError, ReplicaBroken
+from everstep.errors import BadInput, EverstepError, ReplicaBroken, WorkerFailed
 
 if TYPE_CHECKING:
     from everstep.cluster.batch import TrainingBatch
@@ -117,8 +118,8 @@ class Engine:
         critic). All ranks must then call the two in the same order. The other one closes the groups, and is to be closed last.
         """
         self.config, self.position, self.layout, self.device = config, position, layout, device
-        self.arch = dataclasses.replace(read_architecture(hf_config), value_head=head == "value")
-        check_layout(self.arch, layout)
+        self.arch = dataclasses.replace(read_architecture(hf_config, config.moe.aux_loss_coef), value_head=head == "value")
+        check_layout(self.arch, layout, config.engine.sequence_parallel)
         self._table = hf.pieces(self.arch, layout)
         self._adapters = lora.pieces(self._table, config, layout)  # empty without LoRA
         self._frozen_digest: str | None = None
@@ -145,6 +146,8 @@ class Engine:
                     lora.attach(chunks, self._table, self.arch, self._megatron, config, layout)
                 self._ddps, self._optimizer = wrap_for_training(chunks, self._megatron, config)
                 self._slots = rank_state.adam_slots(self._ddps, self._optimizer)
+                experts = self.arch.experts
+                self._side = SideState(self._ddps, experts.sparse, experts.count, layout) if experts else None
                 self._counted = rank_state.counted_ranges(self._ddps, self._table + self._adapters)
                 self._residence = Residence(
                     {
@@ -256,8 +259,8 @@ class Engine:
         ``seeds[i]``: seed of every random number drawn in micro-batch i. ``temperature``: the logits are divided by
         it. With a value head ``loss`` is given ``values`` in the place of log-probabilities, and no entropy.
 
-        Returns the float64 vector ``[weight, loss_sum, metric sums..., metric weights...]`` (on the CPU) summed over the replica,
-        equal on all of its ranks. After an error the buffers hold garbage; the next call zeroes them.
+        Returns the float64 vector ``[weight, loss_sum, metric sums..., metric weights..., side state...]`` (on the CPU) summed over
+        the replica, equal on all of its ranks; side state is ``everstep.engine.moe.SideState``'s, for a model with experts. After an error the buffers hold garbage; the next call zeroes them.
         """
         if len(seeds) != len(micro_batches):
             raise EverstepError(f"{len(micro_batches)} micro-batches but {len(seeds)} seeds; give one seed each")
@@ -266,7 +269,7 @@ class Engine:
             ddp.zero_grad_buffer()
             ddp.train()
         self._optimizer.zero_grad()
-        names = tuple(loss.metric_names)
+        names, weight_of = tuple(loss.metric_names), self._weight_of(loss)
         total = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=self.device)
 
         def loss_of(batch: TrainingBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -276,18 +279,27 @@ class Engine:
             else:
                 outputs, entropy = self._token_logprobs(logits, batch, temperature, loss.needs_entropy)
             output = loss(outputs, entropy, batch)
+            if weight_of is not None and float(output.weight) != float(weight_of(batch)):
+                raise WorkerFailed(f"the loss weighed a micro-batch {float(output.weight)}, its weight() says {float(weight_of(batch))}")
             loss_sum = output.loss_sum
             if not loss_sum.requires_grad:  # a loss without any counted token: backward must still run on all stages
                 loss_sum = loss_sum + 0.0 * outputs.sum()
             return loss_sum, no_tokens(self.device), {"sums": pack_sums(output, names, self.device)}
 
-        if micro_batches:
-            results = self._run(self._ddps, micro_batches, seeds, loss_of, forward_only=False)
+        shares: Callable[[TrainingBatch], Tensor] | None = None
+        if self._side is not None:
+            self._side.forget()
+            shares = lambda batch: token_shares(batch["attention_mask"], weight_of(batch) if weight_of is not None else 0.0)
+        if (count := self._in_step(len(micro_batches))):
+            results = self._run(self._ddps, micro_batches, seeds, loss_of, forward_only=False, count=count, shares=shares)
             for result in results:
                 total += result["sums"]
         else:
             _finalize_sums(list(self._ddps), None)
-        return self._sum_over_replica(total if self._answers() else torch.zeros_like(total))
+        own = total if self._answers() else torch.zeros_like(total)
+        if self._side is not None:
+            own = torch.cat([own, self._side.sums(self.device)])
+        return self._sum_over_replica(own)
 
     def gradients(self) -> list[Tensor]:
         """Flat float32 views of the raw gradient sums that this rank's optimizer owns. Padding elements are zero.
@@ -297,6 +309,14 @@ class Engine:
         self._must_be_open()
         self._residence.backload(("gradients",))
         return rank_state.gradient_shards(self._ddps)
+
+    def read_sums(self, sums: list[float]) -> tuple[list[float], dict[str, float]]:
+        """Sums of a committed step, as ``accumulate`` returns them -> those of the loss, and the metrics that side state makes."""
+        experts = self.arch.experts
+        if self._side is None or experts is None:
+            return sums, {}
+        cut = len(sums) - self._side.width
+        return sums[:cut], routing_metrics(sums[cut:], experts.count, experts.aux_loss_coef, sums[0])
 
     @_inside
     def squared_norm(self, totals: list[Tensor]) -> float:
@@ -331,9 +351,9 @@ class Engine:
     @_inside
     def gather_parameters(self) -> None:
         """Rebuild the parameters from the ranks' master shards: the collective half of ``apply``, repeatable."""
-        inner = self._optimizer.chained_optimizers[0]
-        if hasattr(inner, "_copy_main_params_to_model_params"):
-            inner._copy_main_params_to_model_params()
+        for inner in self._optimizer.chained_optimizers:
+            if hasattr(inner, "_copy_main_params_to_model_params"):
+                inner._copy_main_params_to_model_params()
         for ddp in self._ddps:
             if ddp.ddp_config.use_distributed_optimizer:
                 ddp.start_param_sync(force_sync=True)
@@ -383,9 +403,9 @@ class Engine:
         for chunk in chunks:
             chunk.eval()
         results: list[dict[str, Tensor]] = []
-        if micro_batches:
+        if (count := self._in_step(len(micro_batches))):
             with torch.no_grad():
-                results = self._run(chunks, micro_batches, [0] * len(micro_batches), collect, forward_only=True)
+                results = self._run(chunks, micro_batches, [0] * len(micro_batches), collect, forward_only=True, count=count)
         if not self._answers():
             return None
         return [result["values"] for result in results]
@@ -532,10 +552,32 @@ class Engine:
         seeds: list[int],
         finish: Finish,
         forward_only: bool,
+        count: int,
+        shares: Callable[[TrainingBatch], Tensor] | None = None,
     ) -> list[dict[str, Tensor]]:
         return run_micro_batches(
-            chunks, self._megatron, self.layout, self._columns, micro_batches, seeds, finish, forward_only, self.device
+            chunks, self._megatron, self.layout, self._columns, micro_batches, seeds, finish, forward_only, self.device, count, shares
         )
+
+    def _in_step(self, micro_batches: int) -> int:
+        """How many micro-batches this rank must run: ranks that exchange tokens take part in each other's."""
+        if self.layout.ep == 1:
+            return micro_batches
+        most = torch.tensor(micro_batches, device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mpu.get_expert_model_parallel_group())
+        return int(most)
+
+    def _weight_of(self, loss: LossFn) -> Callable[[TrainingBatch], Tensor | float] | None:
+        """The loss's ``weight``, with which every pipeline stage weighs its auxiliary losses; None if there are none."""
+        if self.arch.experts is None or not self.arch.experts.aux_loss_coef:
+            return None
+        weight = getattr(loss, "weight", None)
+        if weight is None:
+            raise BadInput(
+                f"the auxiliary loss of experts is weighed like the loss {type(loss).__name__}, which has no method weight(batch); "
+                "add one, or set moe.aux_loss_coef=0"
+            )
+        return weight  # type: ignore[no-any-return]
 
     def _sum_over_replica(self, own: Tensor) -> Tensor:
         """Sum over the replica's ranks in the order of ranks, so that it is bitwise equal everywhere; on the CPU."""

@@ -85,7 +85,8 @@ class Work(Protocol):
 
 @dataclass
 class StepReport:
-    """What one rank says of a finished step. Times in seconds of this rank."""
+    """What one rank says of a finished step. Times in seconds of this rank. ``metrics``: what the engine reads from committed sums
+    beyond the loss's own, which the worker takes out of ``sums``."""
 
     step: int
     outcome: Outcome
@@ -94,6 +95,7 @@ class StepReport:
     attempts: int
     slots_redone: int  # computed by this replica beyond what it was first dealt
     seconds: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Transaction:

@@ -136,6 +136,9 @@ class PolicyLoss:
         names += ["actor/entropy"] if self.needs_entropy else []
         self.metric_names = tuple(names)
 
+    def weight(self, batch: TrainingBatch) -> Tensor:
+        return aggregate(torch.zeros_like(batch["loss_mask"]), batch["loss_mask"], self.aggregation)[1]
+
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: TrainingBatch) -> LossOutput:
         mask = batch["loss_mask"]
         old = logprobs.detach() if self.on_policy else batch["old_logprobs"]
@@ -170,6 +173,9 @@ class SftLoss:
     aggregation: Aggregation
     needs_entropy: bool = False
     metric_names: tuple[str, ...] = ("train/loss",)
+
+    def weight(self, batch: TrainingBatch) -> Tensor:
+        return aggregate(torch.zeros_like(batch["loss_mask"]), batch["loss_mask"], self.aggregation)[1]
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: TrainingBatch) -> LossOutput:
         loss_sum, weight = aggregate(-logprobs, batch["loss_mask"], self.aggregation)

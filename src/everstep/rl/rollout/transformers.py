@@ -10,6 +10,7 @@ integer arithmetic on the device, so it is the same on CPU and GPU.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from everstep.cluster.batch import TrainingBatch
+from everstep.engine.fused import single_experts
 from everstep.errors import WorkerFailed
 from everstep.rl.rollout import Sampling, repeat_prompts
 
@@ -63,8 +65,11 @@ class TransformersRollout:
         then serves nothing until a complete set has come.
         """
         self.version = None
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        missing = {id(p): name for name, p in reversed(parameters.items())}  # tied names share an id
+        config = self.model.config
+        getters = {name: functools.partial(_same, p) for name, p in self.model.named_parameters(remove_duplicate=False)}
+        saved = single_experts(getters, config.model_type, getattr(config, "num_local_experts", 0))
+        parameters = {name: get() for name, get in saved.items()}
+        missing = {p.data_ptr(): name for name, p in reversed(parameters.items())}  # tied names share their memory
         for name, tensor in weights:
             target = parameters.get(name)
             if target is None:
@@ -72,7 +77,7 @@ class TransformersRollout:
             if target.shape != tensor.shape:
                 raise WorkerFailed(f"rollout: weight {name} has shape {list(tensor.shape)}, expected {list(target.shape)}")
             target.copy_(tensor)
-            missing.pop(id(target), None)
+            missing.pop(target.data_ptr(), None)
         if missing:
             raise WorkerFailed(f"rollout: {len(missing)} weights did not come, among them {sorted(missing.values())[:3]}")
         self.version = version
@@ -167,6 +172,10 @@ class TransformersRollout:
             },
             sample_ids=prompts.sample_ids,
         ).with_weight_version(self.version if self.version is not None else -1)
+
+
+def _same(parameter: Tensor) -> Tensor:
+    return parameter
 
 
 class _Draw(LogitsProcessor):

@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeVar
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
 from everstep.engine.loss import LossSpec
-from everstep.errors import BadInput
 from everstep.layout import Layout
 
 T = TypeVar("T")
@@ -87,21 +86,3 @@ class Group(Protocol):
 
     def close(self) -> None:
         """Stop every process of the group."""
-
-
-def cut_slots(batch: TrainingBatch, micro_batch_size: int, dp: int) -> list[tuple[TrainingBatch, ...]]:
-    """The slots of a step: a pure function of the batch alone (docs/protocol.md, rule 16).
-
-    Slot i holds ``dp`` micro-batches of ``micro_batch_size`` samples, one for each inner data-parallel rank. All are padded to
-    the width of the step's longest sample, rounded up to 8, so that any rank can run any slots together.
-    """
-    per_slot = micro_batch_size * dp
-    if len(batch) % per_slot:
-        raise BadInput(
-            f"{len(batch)} samples cannot be cut into slots of {per_slot} (train.micro_batch_size={micro_batch_size} times "
-            f"layout.dp={dp}); choose sizes that divide"
-        )
-    trimmed = batch.trim()
-    padded = trimmed.pad_to(-(-trimmed.width // 8) * 8)
-    micro = [padded.slice(i, i + micro_batch_size) for i in range(0, len(padded), micro_batch_size)]
-    return [tuple(micro[i : i + dp]) for i in range(0, len(micro), dp)]

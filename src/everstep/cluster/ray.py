@@ -29,7 +29,7 @@ from everstep.cluster import environment
 from everstep.cluster.actor import ActorInfo, ActorSpec, RankActor
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.dispatch import get_dispatch, ranks_of
-from everstep.cluster.group import StepResult, cut_slots
+from everstep.cluster.group import StepResult
 from everstep.cluster.owed import Owed
 from everstep.cluster.placement import place
 from everstep.cluster.ray_runtime import (
@@ -46,6 +46,7 @@ from everstep.cluster.ray_runtime import (
 )
 from everstep.cluster.repair import Repair
 from everstep.cluster.results import combine, compare_hashes
+from everstep.cluster.slots import cut_slots
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
 from everstep.cluster.watch import NodeWatches
 from everstep.cluster.worker import Formation, called_off
@@ -303,7 +304,7 @@ class RayGroup:
 
     def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
         step = self.committed_step + 1
-        slots = cut_slots(batch, self.config.train.micro_batch_size, self.layout.dp)
+        slots = cut_slots(batch, self.config.train, self.layout.dp)
         put = Putter()
         refs = [[put(micro) for micro in slot] for slot in slots]
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + put.nbytes, self.dispatch_seconds + put.seconds

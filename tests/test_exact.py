@@ -11,7 +11,7 @@ import functools
 from pathlib import Path
 
 import pytest
-from tests.support.runs import SFT, Finished, config, finish, gone
+from tests.support.runs import ROOT, SFT, Finished, config, finish, gone
 from tests.test_faults import assert_invariants
 
 from everstep.telemetry.events import epoch_key
@@ -131,6 +131,25 @@ def test_two_deaths_in_one_step_and_down_to_one_replica_without_spares(tmp_path)
     assert [f["phase"] for f in run.kind("fault")] == ["reduce", "salvage"]
     assert run.kind("commit")[-1]["members"] == [1]
     assert run.final_hashes == {undisturbed(tmp_path, 12)}
+
+
+@pytest.mark.full
+def test_packed_steps_that_differ_in_their_number_of_slots_keep_the_bits(tmp_path):
+    """Chats of different lengths in rows of a token budget: one replica of three dies, and survivors cut the same slots."""
+    same = ["recovery.exact=true", "train.micro_batch_size=null", "train.tokens_per_micro_batch=128", "engine.logprob_chunk_tokens=50",
+            "sft.samples_per_step=40", "sft.steps=12", "checkpoint.at_end=false", "train.verify_every=1000"]
+    chat = str(ROOT / "examples" / "sft_chat.yaml")
+    run = finish(config(chat, tmp_path / "run", *same, "layout.replicas=3", f"faults=[{Row('reduce', 1, 'salvage').fault(4)}]"))
+    assert_invariants(run, steps=12)
+    (fault,) = run.kind("fault")
+    assert survivor_inside(run.events, fault)
+    slots = {e.step: set() for e in run.kind("computed")}
+    for event in run.kind("computed"):
+        slots[event.step] |= set(event["slots"])
+    assert len(slots) == 12 and len({len(numbers) for numbers in slots.values()}) > 1
+    assert any(e["salvage"] and e["slots"] for e in run.kind("computed"))
+    calm = finish(config(chat, tmp_path / "calm", *same, "layout.replicas=1"))
+    assert run.final_hashes == calm.final_hashes
 
 
 def test_waiting_for_a_spare_is_bitwise_the_same_too_without_exact_mode(tmp_path):

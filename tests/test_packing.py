@@ -95,14 +95,17 @@ def dropless(rank: int, case: Case, packed: bool, world: str) -> dict[str, Any]:
     engine = Engine(config, case.model, at, layout, torch.device("cpu"))
     engine.init_random(3)
     mine = [slot[at.dp] for slot in slots]
-    for _ in range(2):
-        sums = engine.accumulate(mine, NllWithEntropy(), [0] * len(mine), temperature=TEMPERATURE)
+    nothing = [source.slice(0, 0)] if packed else []  # a data-parallel rank may be left without a sample
+    for work in (mine, [*mine, *nothing]):
+        sums = engine.accumulate(work, NllWithEntropy(), [0] * len(work), temperature=TEMPERATURE)
         again = found.get("gradients")
         found |= {"sums": sums, "gradients": [g.clone() for g in engine.gradients()]}
         assert again is None or all(torch.equal(a, b) for a, b in zip(again, found["gradients"], strict=True))
     cut = micro_batches(source, config.train)
-    results = engine.logprobs([one for _, one in cut], temperature=TEMPERATURE)
+    results = engine.logprobs([*nothing, *(one for _, one in cut)], temperature=TEMPERATURE)
     if results is not None:
+        assert [len(r) for r in results[: len(nothing)]] == [0] * len(nothing)
+        results = results[len(nothing) :]
         found["logprobs"] = in_order(source, [rows for rows, _ in cut], results) * source["attention_mask"]
     engine.close()
     return found

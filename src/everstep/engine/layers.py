@@ -25,9 +25,9 @@ from everstep.engine.columns import Columns
 try:
     from torch.nn.attention import varlen
 except ImportError:  # torch < 2.10
-    _VARLEN_COMPLETE = False
+    _VARLEN_KNOWS = frozenset[str]()
 else:
-    _VARLEN_COMPLETE = {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(varlen.varlen_attn).parameters)
+    _VARLEN_KNOWS = frozenset(inspect.signature(varlen.varlen_attn).parameters)
 
 
 class RMSNorm(nn.Module):
@@ -123,12 +123,13 @@ class CausalAttention(nn.Module):
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
         q, k, v = (x[:, 0] for x in (query, key, value))
-        out = varlen.varlen_attn(
+        # The kernel takes grouped heads; torch asks for this to be said since 2.12.
+        grouped: dict[str, Any] = {"enable_gqa": k.shape[1] != q.shape[1]} if "enable_gqa" in _VARLEN_KNOWS else {}
+        out: Any = varlen.varlen_attn(
             q, k, v, segments.offsets, segments.offsets, segments.longest, segments.longest,
-            scale=self.scale, window_size=(-1, 0), enable_gqa=k.shape[1] != q.shape[1],
+            scale=self.scale, window_size=(-1, 0), **grouped,
         )  # fmt: skip
-        assert isinstance(out, Tensor)  # no auxiliary outputs were asked for
-        return out.reshape(len(query), 1, -1)
+        return out.reshape(len(query), 1, -1)  # type: ignore[no-any-return]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The last query sees all keys, each one before it sees one key less."""
@@ -149,9 +150,9 @@ class CausalAttention(nn.Module):
 
 
 def _has_varlen_kernel(query: Tensor) -> bool:
-    """Whether torch's attention over sequences of different lengths can take ``query``: it is flash attention on a GPU, and what
-    it can be told (the scale, grouped heads) has come in over several versions of torch."""
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256 and _VARLEN_COMPLETE
+    """Whether torch's attention over sequences of different lengths can take ``query``: it is flash attention on a GPU, and the
+    scale came in after its first version, torch 2.10."""
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256 and {"scale", "window_size"} <= _VARLEN_KNOWS
 
 
 class Rotary(RotaryEmbedding):

@@ -136,7 +136,7 @@ def test_two_deaths_in_one_step_and_down_to_one_replica_without_spares(tmp_path)
 @pytest.mark.full
 def test_packed_steps_that_differ_in_their_number_of_slots_keep_the_bits(tmp_path):
     """Chats of different lengths in rows of a token budget: one replica of three dies, and survivors cut the same slots."""
-    same = ["recovery.exact=true", "train.micro_batch_size=null", "train.tokens_per_micro_batch=128", "engine.logprob_chunk_tokens=50",
+    same = ["recovery.exact=true", "train.micro_batch_size=null", "train.tokens_per_micro_batch=180", "engine.logprob_chunk_tokens=50",
             "sft.samples_per_step=40", "sft.steps=12", "checkpoint.at_end=false", "train.verify_every=1000"]
     chat = str(ROOT / "examples" / "sft_chat.yaml")
     run = finish(config(chat, tmp_path / "run", *same, "layout.replicas=3", f"faults=[{Row('reduce', 1, 'salvage').fault(4)}]"))

@@ -57,6 +57,7 @@ class Row:
     lora: bool = False
     how: str = "engine"
     moe: bool = False
+    packed: bool = False
 
     @property
     def reference(self) -> tuple[bool, bool, bool]:
@@ -140,6 +141,26 @@ MOE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("DP2 EP2 TP2 SP PP2", {"dp": 2, "ep": 2, "tp": 2, "pp": 2}, SP),
     ("DP4 EP2 PP2, recompute full, plain optimizer", {"dp": 4, "ep": 2, "pp": 2}, FULL | NOT_SHARDED),
 ]
+CHUNKS = {"logprob_chunk_tokens": 7}
+#: The same, with samples packed into rows, or logits chunk by chunk, or both.
+PACKED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("1 rank", {}, {}),
+    ("1 rank, recompute full", {}, FULL),
+    ("TP2 SP", {"tp": 2}, SP),
+    ("PP2 VPP2", {"pp": 2, "vpp": 2}, {}),
+    ("CP2", {"cp": 2}, {}),
+    ("CP2, recompute selective, chunks of 7", {"cp": 2}, SELECTIVE | CHUNKS),
+    ("DP2", {"dp": 2}, {}),
+    ("TP2 PP2, chunks of 7", {"tp": 2, "pp": 2}, CHUNKS),
+    ("CP2 DP2", {"cp": 2, "dp": 2}, {}),
+    ("CP2 TP2 SP PP2 VPP2, chunks of 7", {"cp": 2, "tp": 2, "pp": 2, "vpp": 2}, SP | CHUNKS),
+]
+CHUNKED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("1 rank, chunks of 7", {}, CHUNKS),
+    ("TP2, chunks of 7", {"tp": 2}, CHUNKS),
+    ("TP2 SP, recompute full, chunks of 7", {"tp": 2}, SP | FULL | CHUNKS),
+    ("PP2, chunks of 7", {"pp": 2}, CHUNKS),
+]
 LAUNCHED: list[tuple[str, dict[str, Any]]] = [
     ("TP2 PP2", {"tp": 2, "pp": 2}),
     ("PP4", {"pp": 4}),
@@ -155,11 +176,14 @@ LAUNCHED_MOE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 def all_rows() -> list[Row]:
-    rows = [Row(name, layout, engine, lora) for lora in (False, True) for name, layout, engine in ENGINE]
+    rows = [Row(name, layout, engine, lora) for lora in (False, True) for name, layout, engine in ENGINE + CHUNKED]
+    rows += [Row(f"packed {n}", layout, engine, lora, packed=True) for lora in (False, True) for n, layout, engine in PACKED]
     rows += [Row(name, layout, engine, moe=True) for name, layout, engine in MOE]
     rows += [Row(name, layout, engine, lora=True, moe=True) for name, layout, engine in MOE if name in ("DP2 EP2", "DP2 EP2 TP2 SP PP2")]
+    rows += [Row("packed DP2 EP2 TP2 SP", {"dp": 2, "ep": 2, "tp": 2}, SP, moe=True, packed=True)]
     ways = [(lora, how) for lora in (False, True) for how in ("local", "ray")]
     rows += [Row(name, layout, {}, lora, how) for lora, how in ways for name, layout in LAUNCHED]
+    rows += [Row("packed DP2 TP2 PP2", {"dp": 2, "tp": 2, "pp": 2}, {}, lora, how, packed=True) for lora, how in ways]
     return rows + [Row(name, layout, engine, how=how, moe=True) for how in ("local", "ray") for name, layout, engine in LAUNCHED_MOE]
 
 
@@ -193,6 +217,8 @@ def train(row: Row, rank: int) -> tuple[list[float], list[float]]:
     import torch
     from transformers import Qwen3Config, Qwen3MoeConfig
 
+    from everstep.cluster.batch import TrainingBatch
+    from everstep.cluster.slots import cut_slots
     from everstep.config.schema import Config
     from everstep.engine.loss import LossSpec
     from everstep.engine.step import Engine
@@ -203,7 +229,8 @@ def train(row: Row, rank: int) -> tuple[list[float], list[float]]:
     )  # fmt: skip
     model = Qwen3MoeConfig(**sizes, **EXPERTS) if row.moe else Qwen3Config(**sizes)
     config = Config(
-        recipe="sft", model={"path": "unused"}, data={"source": "unused"}, engine=row.engine, lora=LORA if row.lora else {}
+        recipe="sft", model={"path": "unused"}, data={"source": "unused"}, engine=row.engine, lora=LORA if row.lora else {},
+        train={"tokens_per_micro_batch": 40} if row.packed else {},
     )  # fmt: skip
     layout = Layout(**row._sizes)
     engine = Engine(config, model, layout.position(rank), layout, torch.device("cpu"))
@@ -212,6 +239,8 @@ def train(row: Row, rank: int) -> tuple[list[float], list[float]]:
     losses, norms = [], []
     for step in range(STEPS):
         mine = batches(step)[dp :: layout.dp]
+        if row.packed:
+            mine = [slot[dp] for slot in cut_slots(TrainingBatch.concat(batches(step)), config.train, layout.dp)]
         weight, total = engine.accumulate(mine, loss, [0] * len(mine))[:2].tolist()
         norm = engine.squared_norm(engine.gradients()) ** 0.5 / weight
         engine.apply(engine.gradients(), min(1.0, 1.0 / norm) / weight, LR)
@@ -286,8 +315,9 @@ def run_launched(row: Row, folder: Path) -> Outcome:
         (model / "config.json").write_text(json.dumps(settings))
     overrides = [
         f"model.path={model}", f"run_dir={run}", f"launcher={row.how}", "device=cpu", "layout.replicas=1", f"sft.steps={STEPS}",
-        "sft.samples_per_step=24", "train.micro_batch_size=4", "optimizer.schedule=constant", "optimizer.warmup_steps=0",
+        "sft.samples_per_step=24", "train.micro_batch_size=" + ("null" if row.packed else "4"), "optimizer.schedule=constant", "optimizer.warmup_steps=0",
         f"optimizer.lr={LR}", "checkpoint.at_end=false", "telemetry.progress=none", "telemetry.tensorboard=false",
+        *(["train.tokens_per_micro_batch=160"] if row.packed else []),
         *(f"layout.{key}={value}" for key, value in row.layout.items()),
         *(f"engine.{key}={str(value).lower()}" for key, value in row.engine.items()),
         *(f"lora.{key}={value}" for key, value in LORA.items() if row.lora),
@@ -380,9 +410,10 @@ PAGE = """# Layouts against one rank
 Five training steps in float32 of a small Qwen3 model (8 layers) in every layout, of the whole model and with LoRA adapters
 on all matrices. Each of the five losses and five gradient norms must equal those of one rank to {tolerance:g} relative;
 the table has the largest difference of the ten. `engine`: the engine alone, distributed optimizer unless it says plain;
-`local`, `ray`: the whole of `everstep train` under that launcher. TP tensor, SP sequence, PP pipeline, VPP chunks per
-pipeline rank, CP context, DP inner data, EP expert parallelism. MoE: a Qwen3-MoE model (8 experts, 3 or 2 of which take a token,
-one of the engine's 8 layers dense) with an auxiliary loss, which is part of the norms.
+`local`, `ray`: the whole of `everstep train` under that launcher. Packed: samples of different lengths in rows of a token
+budget, without padding; their reference is not packed. Chunks of 7: logits of 7 tokens at a time. TP tensor, SP sequence, PP pipeline,
+VPP chunks per pipeline rank, CP context, DP inner data, EP expert parallelism. MoE: a Qwen3-MoE model (8 experts, 3 or 2 of which take a
+token, one of the engine's 8 layers dense) with an auxiliary loss, which is part of the norms.
 
 Measured {date} on {machine}, with {versions}, in {seconds} s
 (load average at the end {load}), by `{command}`, which ends with an error if a row differs.

@@ -261,6 +261,15 @@ def test_the_trees_of_these_tests_are_possible(tree: dict[str, Any]) -> None:
             r"optimizer.warmup_steps=11 and optimizer.wsd_decay_steps=90 do not fit into the 100 steps",
         ),
         ({"rl__prompts_per_step": 3, "train__micro_batch_size": 5}, r"samples_per_prompt=24 .*multiple of .*=5 \(say 25\)"),
+        (
+            {"train__micro_batch_size": 2, "train__tokens_per_micro_batch": 1024},
+            "train.micro_batch_size=2 and train.tokens_per_micro_batch=1024 exclude each other",
+        ),
+        ({"train__tokens_per_micro_batch": 700}, r"=700 is too small for a sample of 768 .*max_prompt_tokens\+rollout.max_response_tokens"),
+        (
+            {"train__tokens_per_micro_batch": 4096, "rl__prompts_per_step": 2, "rl__samples_per_prompt": 2, "layout__dp": 5},
+            r"=4 is too few for layout.dp\*layout.replicas=5\*1: .*raise it to 5",
+        ),
         ({"rl__updates_per_pass": 3}, r"rl.updates_per_pass=3 does not divide rl.prompts_per_step\*rl.samples_per_prompt"),
         (
             {"rl__prompts_per_step": 2, "rl__samples_per_prompt": 2, "layout__replicas": 5},

@@ -276,6 +276,25 @@ def test_a_mutation_of_our_code_changes_the_bits(mutation, shape, model, tmp_pat
     assert by_position(run, 2) != undisturbed(model, shape)
 
 
+@pytest.mark.full
+def test_packed_steps_that_differ_in_their_number_of_slots_keep_the_bits(tmp_path):
+    """Chats of different lengths in rows of a token budget: one replica of three dies, and survivors cut the same slots."""
+    same = ["recovery.exact=true", "train.micro_batch_size=null", "train.tokens_per_micro_batch=180", "engine.logprob_chunk_tokens=50",
+            "sft.samples_per_step=40", "sft.steps=12", "checkpoint.at_end=false", "train.verify_every=1000"]
+    chat = str(ROOT / "examples" / "sft_chat.yaml")
+    run = finish(config(chat, tmp_path / "run", *same, "layout.replicas=3", f"faults=[{Row('reduce', 1).fault()}]"), host=ForkedHost)
+    assert_invariants(run, steps=12)
+    (fault,) = run.kind("fault")
+    assert survivor_inside(run.events, fault)
+    slots = {e.step: set() for e in run.kind("computed")}
+    for event in run.kind("computed"):
+        slots[event.step] |= set(event["slots"])
+    assert len(slots) == 12 and len({len(numbers) for numbers in slots.values()}) > 1
+    assert any(e["salvage"] and e["slots"] for e in run.kind("computed"))
+    calm = finish(config(chat, tmp_path / "calm", *same, "layout.replicas=1"), host=ForkedHost)
+    assert by_position(run, len(run.kind("commit")[-1]["members"])) == by_position(calm, 1)
+
+
 # -- without exact mode ------------------------------------------------------------------------------------------------------------
 
 

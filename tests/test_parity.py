@@ -9,7 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.parity import ENGINE, LAUNCHED, LAUNCHED_MOE, MOE, STEPS, Outcome, Row, all_rows, compare
+from benchmarks.parity import (
+    CHUNKED,
+    ENGINE,
+    LAUNCHED,
+    LAUNCHED_MOE,
+    MOE,
+    PACKED,
+    STEPS,
+    Outcome,
+    Row,
+    all_rows,
+    compare,
+)
 from tests.support.runs import ROOT
 
 
@@ -52,4 +64,5 @@ def test_a_difference_a_missing_step_and_nothing_at_all_are_no_match() -> None:
 
 def test_every_row_has_a_name_of_its_own() -> None:
     names = [row.full_name for row in all_rows()]
-    assert len(names) == len(set(names)) == 2 * len(ENGINE) + 4 * len(LAUNCHED) + len(MOE) + 2 + 2 * len(LAUNCHED_MOE)
+    dense = 2 * len(ENGINE + CHUNKED + PACKED) + 4 * (len(LAUNCHED) + 1)
+    assert len(names) == len(set(names)) == dense + len(MOE) + 3 + 2 * len(LAUNCHED_MOE)

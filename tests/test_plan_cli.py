@@ -33,7 +33,7 @@ from everstep.config.load import from_tree, load
 from everstep.config.schema import Config
 from everstep.engine.source import ExpertShape, ModelShape, describe
 from everstep.layout import Layout
-from everstep.plan import expert_parameters, make_plan, print_plan, stage_parameters
+from everstep.plan import expert_parameters, make_plan, print_plan, size_rows, stage_parameters
 
 ROOT = Path(__file__).parent.parent
 MODEL = str(ROOT / "examples" / "models" / "tiny-qwen3")
@@ -364,8 +364,24 @@ def test_memory_follows_what_it_depends_on() -> None:
     assert context[0] != context[1] and context[1].rollout == 0 < context[0].rollout
     assert context[0].optimizer == base.optimizer // 2 and context[0].logits == base.logits // 2
     assert base.activations < context[0].activations * 2 < base.activations * 1.5  # every rank gathers keys and values
+    packed = make_plan(planned(train={"tokens_per_micro_batch": 4 * base_tokens()}), {}).memory[0]
+    assert packed.activations == 4 * base.activations and packed.logits == 4 * base.logits
+    chunked = make_plan(planned(lora={"rank": 2}, engine={"logprob_chunk_tokens": 1}), {}).memory[0]
+    assert chunked.logits == base.logits // base_tokens()
     stages = make_plan(planned(layout={"pp": 2}), {}).memory
     assert stages[0].logits == 0 < stages[1].logits and stages[0].rollout == 0 < stages[1].rollout
+
+
+def base_tokens() -> int:
+    return derive.sizes(planned()).main.max_tokens
+
+
+def test_the_plan_says_how_samples_are_packed() -> None:
+    plan = make_plan(planned(train={"tokens_per_micro_batch": 3 * base_tokens()}), {})
+    step = plan.sizes.main
+    assert step.slots == -(-step.samples_per_step // 3) and step.samples_per_replica is None
+    rows = dict(size_rows(plan))
+    assert rows["samples per step"].startswith(f"{step.samples_per_step} packed into rows of at most {3 * base_tokens()} tokens: at most ")
 
 
 def test_the_plan_says_which_layers_a_stage_holds() -> None:

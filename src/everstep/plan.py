@@ -172,8 +172,8 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
                                       the device)
         rollout      b (whole model)  (grpo; on the ranks that generate: last stage, tp 0, cp 0)
 
-    For one micro-batch of N tokens on this rank (train.micro_batch_size times the longest sample, over cp), hidden size
-    h, F the feed-forward size, D = head_dim (2 heads + 2 kv_heads), s = tp with engine.sequence_parallel, else 1, kept
+    For one micro-batch of N tokens on this rank (train.micro_batch_size times the longest sample, or train.tokens_per_micro_batch,
+    over cp), hidden size h, F the feed-forward size, D = head_dim (2 heads + 2 kv_heads), s = tp with engine.sequence_parallel, else 1, kept
     for backward:
 
         a layer      b N (6 h / s + (D + 4 F) / tp)
@@ -186,7 +186,8 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
                      one layer whole
         in flight    pp - stage micro-batches (1F1B), at most those of a step; with vpp > 1 (interleaved)
                      2 (pp - stage - 1) + (vpp - 1) pp + 1 chunks
-        logits       12 N vocab / tp  on the last stage (float32: logits, softmax, gradient)
+        logits       12 N vocab / tp  on the last stage (float32: logits, softmax, gradient); with engine.logprob_chunk_tokens
+                     that many for N, and, unless frozen, the output matrix's gradient once more in float32
     """
     layout, at = sizes.layout, sizes.layout.position(rank)
     width = _BYTES[config.model.dtype]
@@ -198,7 +199,8 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
         shard = -(-(trained - experts) // ranks) + -(-experts * layout.ep // ranks)
 
     steps = [step for step in (sizes.main, sizes.warmup) if step is not None]
-    tokens = config.train.micro_batch_size * -(-max(step.max_tokens for step in steps) // layout.cp)
+    tokens = -(-max(derive.tokens_of_forward(config, step.max_tokens) for step in steps) // layout.cp)
+    chunk = min(tokens, config.engine.logprob_chunk_tokens or tokens)
     hidden = shape.hidden // layout.tp if config.engine.sequence_parallel else shape.hidden
     attention = shape.head_dim * 2 * (shape.heads + shape.kv_heads) // layout.tp
     feed_forward = _feed_forward_numbers(shape, layout, at.pp, hidden)
@@ -212,6 +214,7 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
     layers = _layers_in_flight(layout, at.pp, shape.layers, max(max(step.slots_per_replica) for step in steps))
     activations = width * tokens * (layers * kept + again)
     last = at.pp == layout.pp - 1
+    vocabulary = -(-shape.vocab // layout.tp)
     generates = config.recipe == "grpo" and rank in layout.collect_ranks()
     held = max(max(step.slots_per_replica) for step in steps) if config.recovery.exact else 0
     salvaged = max(step.slots for step in steps) - held if config.recovery.exact else 1
@@ -228,7 +231,9 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
         on_host=reference if config.engine.offload.reference else 0,
         rollout=width * shape.parameters if generates else 0,
         activations=activations,
-        logits=12 * tokens * (-(-shape.vocab // layout.tp)) if last else 0,
+        logits=12 * chunk * vocabulary + (4 * vocabulary * shape.hidden if config.engine.logprob_chunk_tokens and not adapters else 0)
+        if last
+        else 0,
     )
 
 
@@ -358,9 +363,14 @@ def _lora_rows(plan: Plan) -> list[tuple[str, str]]:
 
 def _step_rows(step: derive.StepSizes) -> list[tuple[str, str]]:
     share = step.samples_per_replica
-    shares = str(share[0]) if share[0] == share[-1] else ", ".join(map(str, share))
+    if share is None:
+        cut = f"{step.samples_per_step} packed into rows of at most {step.tokens_per_row} tokens: at most {_count(step.slots, 'slot')}, fewer where samples are shorter"
+        shares = "as many as make the tokens even"
+    else:
+        cut = f"{step.samples_per_step} in {step.slots} slots of {step.samples_per_slot}"
+        shares = str(share[0]) if share[0] == share[-1] else ", ".join(map(str, share))
     return [
-        ("samples per step", f"{step.samples_per_step} in {step.slots} slots of {step.samples_per_slot}"),
+        ("samples per step", cut),
         ("samples per replica", shares),
         ("tokens per step", f"at most {step.max_tokens_per_step:,}"),
         ("steps", str(step.steps)),
@@ -379,7 +389,11 @@ def stage_lines(plan: Plan) -> list[str]:
     stages = layout.stages(plan.shape.layers)
     lines = ["layers: " + "; ".join(f"pp {pp}: {', '.join(map(said, chunks))}" for pp, chunks in enumerate(stages))]
     empty = -max(main.slots_per_replica) % layout.pp
-    if layout.vpp > 1 and empty:
+    if layout.vpp > 1 and main.samples_per_slot is None:
+        lines.append(
+            f"interleaved schedule: up to {_count(layout.pp - 1, 'empty micro-batch')} a step, for a multiple of layout.pp={layout.pp}"
+        )
+    elif layout.vpp > 1 and empty:
         lines.append(
             f"interleaved schedule: {_count(empty, 'empty micro-batch')} a step, for a multiple of layout.pp={layout.pp}"
         )

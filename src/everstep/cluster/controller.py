@@ -21,11 +21,12 @@ from everstep.checkpoint.saving import SavedRun
 from everstep.checkpoint.sharded import Shard
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.dispatch import get_dispatch, ranks_of
-from everstep.cluster.group import StepResult, cut_slots, sample_ids
+from everstep.cluster.group import StepResult
 from everstep.cluster.host import Host, ProcessEnded, WorkerSpec
 from everstep.cluster.owed import Owed
 from everstep.cluster.repair import Repair
 from everstep.cluster.results import combine, compare_hashes
+from everstep.cluster.slots import cut_slots, sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
 from everstep.cluster.worker import Formation, called_off
 from everstep.config import derive
@@ -252,7 +253,7 @@ class Controller:
 
     def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
         step = self.committed_step + 1
-        slots = cut_slots(batch, self.config.train.micro_batch_size, self.layout.dp)
+        slots = cut_slots(batch, self.config.train, self.layout.dp)
         share = _Sharing(self._host)
         shared = self._host.slots([[share(micro) for micro in slot] for slot in slots])
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + share.nbytes, self.dispatch_seconds + share.seconds

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 from everstep.cluster import environment
 from everstep.cluster.batch import TrainingBatch
-from everstep.cluster.group import ListSlots
 from everstep.cluster.host import ProcessEnded, WorkerInfo, WorkerSpec, make_worker
 from everstep.cluster.namespaces import Bridge, Plug
 from everstep.cluster.processes import ProcessWatch, signal_pid, wait_gone
+from everstep.cluster.slots import ListSlots
 from everstep.config.schema import Config
 from everstep.errors import BadInput, DeadlineExceeded, EverstepError
 

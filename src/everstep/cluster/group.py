@@ -7,7 +7,7 @@ that every rank sees the same ones. A recipe written against this module cannot 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeVar
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
 from everstep.engine.loss import LossSpec
-from everstep.errors import BadInput
 from everstep.layout import Layout
 
 T = TypeVar("T")
@@ -87,39 +86,3 @@ class Group(Protocol):
 
     def close(self) -> None:
         """Stop every process of the group."""
-
-
-def cut_slots(batch: TrainingBatch, micro_batch_size: int, dp: int) -> list[tuple[TrainingBatch, ...]]:
-    """The slots of a step: a pure function of the batch alone (docs/protocol.md, rule 16).
-
-    Slot i holds ``dp`` micro-batches of ``micro_batch_size`` samples, one for each inner data-parallel rank. All are padded to
-    the width of the step's longest sample, rounded up to 8, so that any rank can run any slots together.
-    """
-    per_slot = micro_batch_size * dp
-    if len(batch) % per_slot:
-        raise BadInput(
-            f"{len(batch)} samples cannot be cut into slots of {per_slot} (train.micro_batch_size={micro_batch_size} times "
-            f"layout.dp={dp}); choose sizes that divide"
-        )
-    trimmed = batch.trim()
-    padded = trimmed.pad_to(-(-trimmed.width // 8) * 8)
-    micro = [padded.slice(i, i + micro_batch_size) for i in range(0, len(padded), micro_batch_size)]
-    return [tuple(micro[i : i + dp]) for i in range(0, len(micro), dp)]
-
-
-def sample_ids(slots: Sequence[Sequence[TrainingBatch]]) -> tuple[tuple[str, ...], ...]:
-    """The samples of each slot."""
-    return tuple(tuple(sample for micro in slot for sample in micro.sample_ids) for slot in slots)
-
-
-class ListSlots:
-    """Slots of a batch that the rank holds whole."""
-
-    def __init__(self, slots: Sequence[Sequence[TrainingBatch]]):
-        self._slots = slots
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def fetch(self, slot: int, dp: int) -> TrainingBatch:
-        return self._slots[slot][dp]

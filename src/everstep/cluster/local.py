@@ -24,8 +24,9 @@ from everstep.cluster import environment
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.device import choose_device
 from everstep.cluster.dispatch import get_dispatch, ranks_of
-from everstep.cluster.group import ListSlots, StepResult, cut_slots, sample_ids
+from everstep.cluster.group import StepResult
 from everstep.cluster.results import combine, compare_hashes
+from everstep.cluster.slots import ListSlots, cut_slots, sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s
 from everstep.cluster.worker import Formation, Worker
 from everstep.config import derive
@@ -161,7 +162,7 @@ class LocalGroup:
 
     def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
         step = self.committed_step + 1
-        slots = cut_slots(batch, self.config.train.micro_batch_size, self.layout.dp)
+        slots = cut_slots(batch, self.config.train, self.layout.dp)
         if self._server and self._injector:
             self._injector.prepare(step)  # the others wait for this rank before they compute
             self._server.begin(step, sample_ids(slots))

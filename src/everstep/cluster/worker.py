@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from everstep.checkpoint import adapter, sharded
 from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.slots import in_order, micro_batches
 from everstep.config import derive
 from everstep.config.schema import Config, OffloadConfig
 from everstep.engine import cpu, source
@@ -414,12 +415,11 @@ class Worker:
     ) -> TrainingBatch:
         """Adds the tensor ``logprobs`` (``ref_logprobs`` for model="reference"), shape (B, T), float32."""
         name = "logprobs" if model == "policy" else "ref_logprobs"
-        size = self.config.train.micro_batch_size
-        micro = [batch.slice(i, min(i + size, len(batch))).to(self.device) for i in range(0, len(batch), size)]
-        results = self.engine.logprobs(micro, temperature, model)
+        cut = micro_batches(batch, self.config.train)
+        results = self.engine.logprobs([micro.to(self.device) for _, micro in cut], temperature, model)
         if not results:  # not a collecting rank, or an empty batch
             return batch.slice(0, 0).with_tensors(**{name: torch.zeros(0, batch.width)})
-        return batch.with_tensors(**{name: torch.cat([r.cpu() for r in results])})
+        return batch.with_tensors(**{name: in_order(batch, [indices for indices, _ in cut], results)})
 
     def keep_reference(self) -> None:
         """The current weights become the reference model."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from everstep.config.schema import Config
+from everstep.config.schema import Config, TrainConfig
 from everstep.errors import ConfigError
 from everstep.layout import Layout
 
@@ -77,18 +77,23 @@ class StepSizes:
     """Batch arithmetic of one kind of optimizer step.
 
     A slot is what one replica runs at a time: one micro-batch for each inner data-parallel rank. Slots are what
-    replicas share out; with ``slots`` not divisible by the replicas, the first ones take one more.
+    replicas share out; with ``slots`` not divisible by the replicas, the first ones take one more. If samples are packed,
+    ``slots`` and ``slots_per_replica`` are the most that a step can have; it has fewer where samples are shorter.
     """
 
     samples_per_step: int
-    samples_per_slot: int
+    samples_per_slot: int | None  # None: as many as fit (train.tokens_per_micro_batch)
     slots: int
     slots_per_replica: tuple[int, ...]
     max_tokens: int  # of one sample
     steps: int
+    tokens_per_row: int | None = None  # if samples are packed
 
     @property
-    def samples_per_replica(self) -> tuple[int, ...]:
+    def samples_per_replica(self) -> tuple[int, ...] | None:
+        """None if samples are packed: then tokens are shared out, not samples."""
+        if self.samples_per_slot is None:
+            return None
         return tuple(slots * self.samples_per_slot for slots in self.slots_per_replica)
 
     @property
@@ -97,9 +102,22 @@ class StepSizes:
         return self.samples_per_step * self.max_tokens
 
 
+def micro_batch_size(train: TrainConfig) -> int:
+    """Samples of one forward pass where they are not packed."""
+    assert train.tokens_per_micro_batch is None
+    return train.micro_batch_size or 1
+
+
+def tokens_of_forward(config: Config, max_tokens: int) -> int:
+    """Tokens of one forward pass on one rank (before layout.cp cuts them), at most, if a sample has at most ``max_tokens``."""
+    return config.train.tokens_per_micro_batch or micro_batch_size(config.train) * max_tokens
+
+
 def step_sizes(config: Config, samples_key: str, samples: int, max_tokens: int, steps: int) -> StepSizes:
     """Cut ``samples`` of one step into slots. ``samples_key`` is what the user would change, for the errors."""
-    micro, dp, replicas = config.train.micro_batch_size, config.layout.dp, config.layout.replicas
+    if config.train.tokens_per_micro_batch is not None:
+        return _packed_sizes(config, samples_key, samples, max_tokens, steps)
+    micro, dp, replicas = micro_batch_size(config.train), config.layout.dp, config.layout.replicas
     per_slot = micro * dp
     if samples % per_slot:
         nearest = max(per_slot, round(samples / per_slot) * per_slot)
@@ -114,9 +132,40 @@ def step_sizes(config: Config, samples_key: str, samples: int, max_tokens: int, 
             f"(train.micro_batch_size*layout.dp), too few for layout.replicas={replicas}: "
             f"raise it to {replicas * per_slot}, or lower train.micro_batch_size or layout.replicas"
         )
+    return StepSizes(samples, per_slot, slots, _shares(slots, replicas), max_tokens, steps)
+
+
+def _packed_sizes(config: Config, samples_key: str, samples: int, max_tokens: int, steps: int) -> StepSizes:
+    """The most slots that ``everstep.data.packing`` can make: as if every sample had the greatest length."""
+    budget, dp, replicas = config.train.tokens_per_micro_batch, config.layout.dp, config.layout.replicas
+    assert budget is not None
+    if config.train.micro_batch_size is not None:
+        raise ConfigError(
+            f"train.micro_batch_size={config.train.micro_batch_size} and train.tokens_per_micro_batch={budget} exclude each other; "
+            "set one of them to null"
+        )
+    if budget < max_tokens:
+        raise ConfigError(
+            f"train.tokens_per_micro_batch={budget} is too small for a sample of {max_tokens} tokens, which is what "
+            f"{_max_tokens_keys(config, max_tokens)} allows; raise the one, or lower the other"
+        )
+    if samples < dp * replicas:
+        raise ConfigError(
+            f"{samples_key}={samples} is too few for layout.dp*layout.replicas={dp}*{replicas}: each of those ranks needs a sample "
+            f"of its own; raise it to {dp * replicas}"
+        )
+    rows = -(-samples // (budget // max_tokens))
+    slots = -(-rows // dp)
+    return StepSizes(samples, None, slots, _shares(slots, replicas), max_tokens, steps, budget)
+
+
+def _max_tokens_keys(config: Config, max_tokens: int) -> str:
+    return "data.max_tokens" if max_tokens == config.data.max_tokens else "data.max_prompt_tokens+rollout.max_response_tokens"
+
+
+def _shares(slots: int, replicas: int) -> tuple[int, ...]:
     base, more = divmod(slots, replicas)
-    shares = tuple(base + (replica < more) for replica in range(replicas))
-    return StepSizes(samples, per_slot, slots, shares, max_tokens, steps)
+    return tuple(base + (replica < more) for replica in range(replicas))
 
 
 @dataclass(frozen=True)

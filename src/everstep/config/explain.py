@@ -70,6 +70,7 @@ UNITS = {
     "rollout.top_k": "tokens",
     "rollout.samples_per_batch": "sequences",
     "train.micro_batch_size": "samples per forward pass",
+    "train.tokens_per_micro_batch": "tokens per forward pass",
     "train.verify_every": "commits",
     "checkpoint.keep_last": "checkpoints",
     "telemetry.show_completions": "completions",

@@ -115,6 +115,13 @@ class EngineConfig(Section):
         True,
         description="Deterministic kernels: the same seed and layout give bitwise the same weights (slower on GPU).",
     )
+    logprob_chunk_tokens: int = Field(
+        0,
+        ge=0,
+        description="Tokens whose logits exist at one time: the output projection, log-probabilities, entropy and their gradients are "
+        "computed chunk by chunk, and logits once more in backward. Saves memory where the vocabulary is large, for one more product "
+        "with the output matrix. 0: all tokens of a micro-batch at once, logits kept for backward.",
+    )
     offload: OffloadConfig = OffloadConfig()
 
 
@@ -315,7 +322,19 @@ class RewardConfig(Section):
 
 
 class TrainConfig(Section):
-    micro_batch_size: int = Field(1, ge=1, description="Samples of one forward pass on one rank.")
+    micro_batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="Samples of one forward pass on one rank, each padded to the longest of the step. null: 1, unless "
+        "train.tokens_per_micro_batch is given.",
+    )
+    tokens_per_micro_batch: int | None = Field(
+        None,
+        ge=1,
+        description="Instead of train.micro_batch_size: samples are packed, without padding, into one row of at most so many tokens "
+        "for each forward pass on one rank. As many rows are made as a step's samples need, with tokens shared out evenly. At least "
+        "the greatest length of a sample. null: samples are not packed.",
+    )
     verify_every: int = Field(
         0,
         ge=0,

@@ -26,8 +26,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from everstep.config.schema import Config
-from everstep.engine.layers import AddingRowParallelLinear, BiasedRowParallelLinear, CausalAttention, RMSNorm, ValueHead
+from everstep.engine.layers import (
+    AddingRowParallelLinear,
+    BiasedRowParallelLinear,
+    CausalAttention,
+    RMSNorm,
+    Rotary,
+    ValueHead,
+)
 from everstep.engine.moe import ExpertLayer
+from everstep.engine.projection import DeferredProjection
 from everstep.errors import BadInput
 from everstep.layout import Layout
 
@@ -303,13 +311,22 @@ def _pipeline_layout(stages: list[list[range]]) -> list[list[str]]:
     return rows
 
 
-def build_chunks(arch: Architecture, megatron: TransformerConfig, layout: Layout) -> list[GPTModel]:
+def build_chunks(arch: Architecture, megatron: TransformerConfig, layout: Layout, deferred: bool) -> list[GPTModel]:
     """This rank's parts of the model, one per virtual stage, weights uninitialised.
 
-    Collective over the replica if embeddings are tied.
+    ``deferred``: hidden states come out, for ``everstep.engine.projection``. Collective over the replica if embeddings are tied.
     """
     chunks = layout.stages(arch.layers)[mpu.get_pipeline_model_parallel_rank()]
-    return [_build_chunk(arch, megatron, layers, i if layout.vpp > 1 else None) for i, layers in enumerate(chunks)]
+    models = [_build_chunk(arch, megatron, layers, i if layout.vpp > 1 else None) for i, layers in enumerate(chunks)]
+    if deferred and models[-1].post_process and not arch.value_head:
+        models[-1].output_layer = DeferredProjection(models[-1].output_layer)
+    return models
+
+
+def output_weight(chunks: Sequence[torch.nn.Module]) -> Tensor:
+    """This rank's rows of the output projection, which may be the embedding; on the last pipeline stage."""
+    last = bare(chunks[-1])
+    return last.shared_embedding_or_output_weight() if last.share_embeddings_and_output_weights else last.output_layer.weight
 
 
 def _build_layer(arch: Architecture, sparse: bool) -> ModuleSpec:
@@ -347,6 +364,7 @@ def _build_chunk(arch: Architecture, megatron: TransformerConfig, layers: range,
     )
     if arch.value_head and model.post_process:
         model.output_layer = ValueHead(megatron, arch.hidden)
+    model.rotary_pos_emb = Rotary(arch.head_dim, rotary_percent=1.0)
     # Transformers' frequencies rather than Megatron's: the same formula, but every rope type and its parameters.
     model.rotary_pos_emb.inv_freq = torch.tensor(
         arch.inverse_frequencies, dtype=torch.float32, device=torch.cuda.current_device()

@@ -1,8 +1,9 @@
 """Megatron's pipeline schedules over micro-batches of any shape and number.
 
 The interleaved schedule (layout.vpp) wants a number of micro-batches that the pipeline's ranks divide, and ranks that exchange
-tokens (layout.ep) must run as many as each other, so empty ones, without loss and weight, fill it up. It overlaps its messages with computation, so all have the same shape: micro-batches
-are padded to the largest. The plain schedule sends shapes along where they differ.
+tokens (layout.ep) must run as many as each other, so empty ones, without loss and weight, fill it up. The former overlaps its messages
+with computation, so all have the same shape: micro-batches are padded to the largest. The plain schedule sends shapes along where
+they differ. A micro-batch without samples, which a data-parallel rank may be given when samples are packed, runs as an empty one.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from everstep.engine.arrange import MULTIPLE, Grid, Packed
 from everstep.engine.columns import Columns
 from everstep.layout import Layout
 
 if TYPE_CHECKING:
     from everstep.cluster.batch import TrainingBatch
 
-#: (batch, logits of this rank's columns) -> (loss sum, Megatron's token count, what to collect)
-Finish = Callable[["TrainingBatch", Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
+#: (the arranged micro-batch, what the model gave at this rank's columns) -> (loss sum, Megatron's token count, what to collect)
+Finish = Callable[[Grid | Packed, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
 
 def run_micro_batches(
@@ -40,50 +41,49 @@ def run_micro_batches(
     finish: Finish,
     forward_only: bool,
     device: torch.device,
+    packed: bool,
     count: int,
     shares: Callable[[TrainingBatch], Tensor] | None,
 ) -> list[dict[str, Tensor]]:
     """One forward (and backward) of every micro-batch through this rank's ``chunks``; empty ones make them ``count``.
 
-    ``shares``: of a micro-batch's tokens (B, T), what routers are told (``everstep.engine.moe.token_shares``); None: nothing.
+    ``packed``: samples lie in one row. ``shares``: of a micro-batch's tokens (B, T), what routers are told
+    (``everstep.engine.moe.token_shares``); None: nothing.
 
-    Returns what ``finish`` collects, per micro-batch, on the last pipeline rank; an empty list elsewhere. The process's
-    random state is left as it was: no stream survives a micro-batch.
+    Returns what ``finish`` collects, per micro-batch, on the last pipeline rank (nothing for one without samples); an empty list
+    elsewhere. The process's random state is left as it was: no stream survives a micro-batch.
     """
-    work: list[tuple[TrainingBatch | None, int]] = list(zip(micro_batches, seeds, strict=True))
-    work += [(None, 0)] * (count - len(work))
+    kind = Packed if packed else Grid
+    empty = Packed(None, columns, (), columns.padded(MULTIPLE), device) if packed else Grid(None, columns, 1, columns.padded(1), device)
+    work = [kind.of(batch.to(device), columns, device) if len(batch) else empty for batch in micro_batches]
+    seeds = list(seeds)
+    if len(work) != len(seeds):
+        raise AssertionError(f"{len(work)} micro-batches, {len(seeds)} seeds")
+    missing = count - len(work)
     if layout.vpp > 1:
-        work += [(None, 0)] * (-len(work) % layout.pp)
-    shapes = [tuple(batch.tensors["input_ids"].shape) for batch in micro_batches] or [(1, 1)]
-    largest = max(samples for samples, _ in shapes), columns.padded(max(tokens for _, tokens in shapes))
+        missing += -(len(work) + missing) % layout.pp
+    work, seeds = work + [empty] * missing, seeds + [0] * missing
+    largest = max(one.shape[0] for one in work), max(one.shape[1] for one in work)
     # All stages see the same micro-batches, so they agree on whether shapes must be sent along.
-    megatron.variable_seq_lengths = layout.pp > 1 and layout.vpp == 1 and len(set(shapes)) > 1
+    megatron.variable_seq_lengths = layout.pp > 1 and layout.vpp == 1 and len({one.shape for one in work}) > 1
+    if layout.vpp > 1:
+        work = [one.widened(*largest) for one in work]
     precision = {"fp32_output": False} if megatron.bf16 else {}
     number_of = {id(chunk): number for number, chunk in enumerate(chunks)}
 
-    def forward(
-        items: Iterator[tuple[TrainingBatch | None, int]], chunk: torch.nn.Module
-    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        batch, seed = next(items)
-        after: Callable[[Tensor], Any]
+    def forward(items: Iterator[tuple[Grid | Packed, int]], chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        arranged, seed = next(items)
         _seed(seed, layout, number_of[id(chunk)])
-        if batch is None:
-            ids, after = torch.zeros(largest, dtype=torch.int64, device=device), _nothing
-        else:
-            batch = batch.to(device)
-            ids, after = batch.tensors["input_ids"], functools.partial(_finish_rows, finish, batch)
-        samples, width = largest if layout.vpp > 1 else (len(ids), columns.padded(ids.shape[1]))
-        positions = torch.arange(width, device=device)[None].expand(samples, -1)
-        filled = lambda values: columns.own(F.pad(values, (0, 0, 0, samples - len(values))), width)
-        routed = {}
+        ids, positions, more = arranged.inputs()
         if shares is not None:
-            routed = {"padding_mask": filled(torch.zeros(ids.shape, device=device) if batch is None else shares(batch))}
-        return chunk(filled(ids), columns.own(positions, width), None, **precision, **routed), after
+            more["padding_mask"] = arranged.spread(None if arranged.batch is None else shares(arranged.batch))
+        after: Callable[[Tensor], Any] = functools.partial(_finish_rows, finish, arranged) if arranged.batch is not None else _nothing
+        return chunk(ids, positions, None, **precision, **more), after
 
     with _kept_random_state(), _nothing_left_of_a_failed_backward():
         results = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=[iter(work) for _ in chunks] if len(chunks) > 1 else iter(work),
+            data_iterator=[zip(work, seeds, strict=True) for _ in chunks] if len(chunks) > 1 else zip(work, seeds, strict=True),
             model=list(chunks),
             num_microbatches=len(work),
             seq_length=largest[1],
@@ -98,12 +98,12 @@ def no_tokens(device: torch.device) -> Tensor:
     return torch.zeros((), dtype=torch.int, device=device)
 
 
-def _finish_rows(finish: Finish, batch: TrainingBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    return finish(batch, logits[: len(batch)])
+def _finish_rows(finish: Finish, arranged: Grid | Packed, outputs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    return finish(arranged, arranged.of_samples(outputs))
 
 
-def _nothing(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    return 0.0 * logits.sum(), no_tokens(logits.device), {}
+def _nothing(outputs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    return 0.0 * outputs.sum(), no_tokens(outputs.device), {}
 
 
 def _seed(seed: int, layout: Layout, chunk: int) -> None:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -30,6 +29,7 @@ from torch import Tensor
 
 from everstep.engine import cpu, hf, lora
 from everstep.engine import state as rank_state
+from everstep.engine.arrange import Grid, Packed
 from everstep.engine.columns import Columns
 from everstep.engine.groups import (
     abort_groups,
@@ -44,6 +44,7 @@ from everstep.engine.model import (
     build_chunks,
     check_layout,
     in_model_precision,
+    output_weight,
     rank_parameters,
     read_architecture,
     transformer_config,
@@ -51,6 +52,7 @@ from everstep.engine.model import (
 )
 from everstep.engine.moe import SideState, routing_metrics, token_shares
 from everstep.engine.offload import PARTS, Part, Residence
+from everstep.engine.projection import projected_logprobs
 from everstep.engine.schedule import Finish, no_tokens, run_micro_batches
 from everstep.engine.source import ModelSource, weights
 from everstep.engine.vocab import token_logprobs
@@ -123,6 +125,7 @@ class Engine:
         self._table = hf.pieces(self.arch, layout)
         self._adapters = lora.pieces(self._table, config, layout)  # empty without LoRA
         self._frozen_digest: str | None = None
+        self._deferred = config.engine.logprob_chunk_tokens > 0  # logits are computed chunk by chunk, outside the model
         self._closed = self._aborted = False
         self._beside = beside
         if beside is not None and (beside.layout != layout or beside.position != position):
@@ -141,7 +144,7 @@ class Engine:
                 self._megatron = transformer_config(self.arch, config, layout)
                 self._megatron.finalize_model_grads_func = _finalize_sums
                 self._columns = Columns.of_this_rank(config.engine.sequence_parallel)
-                chunks = build_chunks(self.arch, self._megatron, layout)
+                chunks = build_chunks(self.arch, self._megatron, layout, self._deferred)
                 if self._adapters:
                     lora.attach(chunks, self._table, self.arch, self._megatron, config, layout)
                 self._ddps, self._optimizer = wrap_for_training(chunks, self._megatron, config)
@@ -240,7 +243,7 @@ class Engine:
         elif self._adapters:
             self._reference = lora.AdapterReference(self._ddps)
         else:
-            chunks = build_chunks(self.arch, self._megatron, self.layout)
+            chunks = build_chunks(self.arch, self._megatron, self.layout, self._deferred)
             frozen = [in_model_precision(c.requires_grad_(False), self._megatron).eval() for c in chunks]
             host_of = self.device if self.config.engine.offload.reference else None
             self._reference = rank_state.ReferenceCopy(frozen, self._ddps, host_of)
@@ -272,12 +275,14 @@ class Engine:
         names, weight_of = tuple(loss.metric_names), self._weight_of(loss)
         total = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=self.device)
 
-        def loss_of(batch: TrainingBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        def loss_of(arranged: Grid | Packed, last: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             entropy = None
             if self.arch.value_head:
-                outputs = self._token_values(logits, batch)
+                outputs = _token_values(last, arranged)
             else:
-                outputs, entropy = self._token_logprobs(logits, batch, temperature, loss.needs_entropy)
+                outputs, entropy = self._token_logprobs(self._ddps, last, arranged, temperature, loss.needs_entropy)
+            batch = arranged.batch
+            assert batch is not None
             output = loss(outputs, entropy, batch)
             if weight_of is not None and float(output.weight) != float(weight_of(batch)):
                 raise WorkerFailed(f"the loss weighed a micro-batch {float(output.weight)}, its weight() says {float(weight_of(batch))}")
@@ -293,7 +298,8 @@ class Engine:
         if (count := self._in_step(len(micro_batches))):
             results = self._run(self._ddps, micro_batches, seeds, loss_of, forward_only=False, count=count, shares=shares)
             for result in results:
-                total += result["sums"]
+                if result:  # nothing from a micro-batch without samples
+                    total += result["sums"]
         else:
             _finalize_sums(list(self._ddps), None)
         own = total if self._answers() else torch.zeros_like(total)
@@ -381,7 +387,7 @@ class Engine:
             self._residence.backload(("parameters",))
         serving = self._reference.serving() if model == "reference" and self._reference else contextlib.nullcontext(self._ddps)
         with serving as chunks:
-            return self._evaluate(chunks, micro_batches, lambda batch, logits: self._token_logprobs(logits, batch, temperature, False)[0])
+            return self._evaluate(chunks, micro_batches, lambda at, last: self._token_logprobs(chunks, last, at, temperature, False)[0])
 
     @_inside
     def values(self, micro_batches: list[TrainingBatch]) -> list[Tensor] | None:
@@ -391,13 +397,13 @@ class Engine:
         """
         if not self.arch.value_head:
             raise EverstepError('this engine has no value head; build it with head="value"')
-        return self._evaluate(self._ddps, micro_batches, lambda batch, outputs: self._token_values(outputs, batch))
+        return self._evaluate(self._ddps, micro_batches, lambda at, last: _token_values(last, at))
 
     def _evaluate(
-        self, chunks: Sequence[torch.nn.Module], micro_batches: list[TrainingBatch], per_token: Callable[[TrainingBatch, Tensor], Tensor]
+        self, chunks: Sequence[torch.nn.Module], micro_batches: list[TrainingBatch], per_token: Callable[[Grid | Packed, Tensor], Tensor]
     ) -> list[Tensor] | None:
-        def collect(batch: TrainingBatch, outputs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            values = per_token(batch, outputs)
+        def collect(arranged: Grid | Packed, last: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            values = per_token(arranged, last)
             return values.sum(), no_tokens(self.device), {"values": values}
 
         for chunk in chunks:
@@ -408,7 +414,8 @@ class Engine:
                 results = self._run(chunks, micro_batches, [0] * len(micro_batches), collect, forward_only=True, count=count)
         if not self._answers():
             return None
-        return [result["values"] for result in results]
+        nothing = [torch.zeros(batch.tensors["input_ids"].shape, device=self.device) for batch in micro_batches if not len(batch)]
+        return [result["values"] if result else nothing.pop(0) for result in results]
 
     # ------------------------------------------------------------------ state
 
@@ -518,32 +525,29 @@ class Engine:
         return first and mpu.is_pipeline_last_stage()
 
     def _token_logprobs(
-        self, logits: Tensor, batch: TrainingBatch, temperature: float, with_entropy: bool
+        self, chunks: Sequence[torch.nn.Module], last: Tensor, arranged: Grid | Packed, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """(B, T) log-probabilities and entropies, aligned with the tokens they belong to, from this rank's logits."""
-        ids = batch.tensors["input_ids"]
-        columns = logits.shape[-1]
+        """(B, T) log-probabilities and entropies, aligned with the tokens they belong to, from this rank's columns of what the
+        model gives: logits, or hidden states that are still to be projected."""
+        weight = output_weight(chunks) if self._deferred else None
+        columns = last.shape[-1] if weight is None else len(weight)
         first = mpu.get_tensor_model_parallel_rank() * columns
-        logprobs, entropy = token_logprobs(
-            logits,
-            # What each position predicts; the last one, nothing.
-            self._columns.own(F.pad(ids[:, 1:], (0, 1)), width=logits.shape[1] * self.layout.cp),
-            first=first,
-            valid=min(columns, self.arch.vocab - first),
-            temperature=temperature,
-            with_entropy=with_entropy,
-            group=mpu.get_tensor_model_parallel_group() if self.layout.tp > 1 else None,
-        )
-
-        return self._at_targets(logprobs, batch), None if entropy is None else self._at_targets(entropy, batch)
-
-    def _token_values(self, outputs: Tensor, batch: TrainingBatch) -> Tensor:
-        """(B, T) values of the states before each token, from this rank's columns of the head's outputs (B, S, 1)."""
-        return self._at_targets(outputs[..., 0].float(), batch)
-
-    def _at_targets(self, own: Tensor, batch: TrainingBatch) -> Tensor:
-        """(B, S) computed at this rank's positions -> (B, T), each at the token that follows its position."""
-        return F.pad(self._columns.whole(own)[:, : batch.tensors["input_ids"].shape[1] - 1], (1, 0))
+        how: dict[str, Any] = {
+            "targets": arranged.targets(),
+            "first": first,
+            "valid": min(columns, self.arch.vocab - first),
+            "temperature": temperature,
+            "with_entropy": with_entropy,
+            "group": mpu.get_tensor_model_parallel_group() if self.layout.tp > 1 else None,
+        }
+        if weight is None:
+            logprobs, entropy = token_logprobs(last, **how)
+        else:
+            engine = self.config.engine
+            logprobs, entropy = projected_logprobs(
+                last, weight, chunk=engine.logprob_chunk_tokens, sequence_parallel=engine.sequence_parallel, **how
+            )
+        return arranged.at_targets(logprobs), None if entropy is None else arranged.at_targets(entropy)
 
     def _run(
         self,
@@ -556,7 +560,8 @@ class Engine:
         shares: Callable[[TrainingBatch], Tensor] | None = None,
     ) -> list[dict[str, Tensor]]:
         return run_micro_batches(
-            chunks, self._megatron, self.layout, self._columns, micro_batches, seeds, finish, forward_only, self.device, count, shares
+            chunks, self._megatron, self.layout, self._columns, micro_batches, seeds, finish, forward_only, self.device,
+            packed=self.config.train.tokens_per_micro_batch is not None, count=count, shares=shares,
         )
 
     def _in_step(self, micro_batches: int) -> int:
@@ -587,6 +592,11 @@ class Engine:
         for one in everyone:
             total += one
         return total.cpu()
+
+
+def _token_values(outputs: Tensor, arranged: Grid | Packed) -> Tensor:
+    """(B, T) values of the states before each token, from this rank's columns of the head's outputs (..., S, 1)."""
+    return arranged.at_targets(outputs[..., 0].float())
 
 
 def _finalize_sums(model: list[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:

@@ -1,0 +1,94 @@
+"""How a batch is cut into micro-batches, and these into slots: pure functions of the batch and the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from everstep.cluster.batch import TrainingBatch
+from everstep.config import derive
+from everstep.config.schema import TrainConfig
+from everstep.data.packing import pack
+from everstep.errors import BadInput
+
+
+def cut_slots(batch: TrainingBatch, train: TrainConfig, dp: int) -> list[tuple[TrainingBatch, ...]]:
+    """The slots of a step: a pure function of the batch alone (docs/protocol.md, rule 16).
+
+    Slot i holds ``dp`` micro-batches, one for each inner data-parallel rank. With ``train.micro_batch_size`` these are so many
+    consecutive samples, and all are padded to the width of the step's longest sample, rounded up to 8, so that any rank can run
+    any slots together.
+
+    With ``train.tokens_per_micro_batch`` they are what ``everstep.data.packing`` puts into one row, and their number varies from
+    step to step. Rows of about as many tokens stand side by side in a slot, and slots with more tokens come first: replicas, which
+    are dealt every n-th slot, then have even work, and one that has a slot more than another has the smallest. BadInput names a
+    sample that is longer than the budget.
+    """
+    if train.tokens_per_micro_batch is not None:
+        micro = [_rows(batch, row) for row in _packed(batch, train.tokens_per_micro_batch, dp)]
+        return [tuple(micro[i : i + dp]) for i in range(0, len(micro), dp)]
+    size = derive.micro_batch_size(train)
+    per_slot = size * dp
+    if len(batch) % per_slot:
+        raise BadInput(
+            f"{len(batch)} samples cannot be cut into slots of {per_slot} (train.micro_batch_size={size} times "
+            f"layout.dp={dp}); choose sizes that divide"
+        )
+    trimmed = batch.trim()
+    padded = trimmed.pad_to(-(-trimmed.width // 8) * 8)
+    micro = [padded.slice(i, i + size) for i in range(0, len(padded), size)]
+    return [tuple(micro[i : i + dp]) for i in range(0, len(micro), dp)]
+
+
+def micro_batches(batch: TrainingBatch, train: TrainConfig) -> list[tuple[list[int], TrainingBatch]]:
+    """(indices, those samples) of the micro-batches in which one rank evaluates ``batch``; none if it is empty."""
+    if not len(batch):
+        return []
+    if train.tokens_per_micro_batch is not None:
+        return [(row, _rows(batch, row)) for row in _packed(batch, train.tokens_per_micro_batch, 1)]
+    size = derive.micro_batch_size(train)
+    return [(list(range(i, stop := min(i + size, len(batch)))), batch.slice(i, stop)) for i in range(0, len(batch), size)]
+
+
+def in_order(batch: TrainingBatch, indices: Sequence[list[int]], values: Sequence[Tensor]) -> Tensor:
+    """(B, T) on the CPU from the results (b, t) for the micro-batches of ``micro_batches``; zero where those are narrower."""
+    whole = torch.zeros(len(batch), batch.width, dtype=values[0].dtype)
+    for rows, value in zip(indices, values, strict=True):
+        whole[rows, : value.shape[1]] = value.cpu()
+    return whole
+
+
+def _packed(batch: TrainingBatch, budget: int, dp: int) -> list[list[int]]:
+    lengths = batch.token_counts()
+    for sid, length in zip(batch.sample_ids, lengths, strict=True):
+        if not 0 < length <= budget:
+            raise BadInput(
+                f"sample {sid} has {length} tokens, which do not fit into a row of train.tokens_per_micro_batch={budget}; raise it, or "
+                "leave the sample out"
+                if length else f"sample {sid} has no token (attention_mask); leave it out"
+            )
+    return pack(lengths, budget, dp)
+
+
+def _rows(batch: TrainingBatch, row: list[int]) -> TrainingBatch:
+    return batch.select(row).trim() if row else batch.slice(0, 0)
+
+
+def sample_ids(slots: Sequence[Sequence[TrainingBatch]]) -> tuple[tuple[str, ...], ...]:
+    """The samples of each slot."""
+    return tuple(tuple(sample for micro in slot for sample in micro.sample_ids) for slot in slots)
+
+
+class ListSlots:
+    """Slots of a batch that the rank holds whole."""
+
+    def __init__(self, slots: Sequence[Sequence[TrainingBatch]]):
+        self._slots = slots
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def fetch(self, slot: int, dp: int) -> TrainingBatch:
+        return self._slots[slot][dp]

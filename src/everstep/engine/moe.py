@@ -20,8 +20,8 @@ layers in one place. It never looks beyond a micro-batch, so it is independent o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from everstep.engine.experts import Experts, Travel
+from everstep.engine.loss import LossFn
+from everstep.errors import BadInput
 from everstep.layout import Layout
+
+if TYPE_CHECKING:
+    from everstep.cluster.batch import TrainingBatch
 
 
 class Router(nn.Module):
@@ -129,6 +134,19 @@ def token_shares(real: Tensor, weight: Tensor | float) -> Tensor:
     real = real.float()
     share = torch.as_tensor(weight, dtype=torch.float32, device=real.device) / real.sum().clamp(min=1.0)
     return torch.where(share > 0, share, -1.0) * real
+
+
+def weight_of(loss: LossFn, aux_loss_coef: float) -> Callable[[TrainingBatch], Tensor | float] | None:
+    """The loss's ``weight``, with which every pipeline stage weighs its auxiliary losses; None if there are none. BadInput."""
+    if not aux_loss_coef:
+        return None
+    weight = getattr(loss, "weight", None)
+    if weight is None:
+        raise BadInput(
+            f"the auxiliary loss of experts is weighed like the loss {type(loss).__name__}, which has no method weight(batch); "
+            "add one, or set moe.aux_loss_coef=0"
+        )
+    return weight  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------ side state of a step

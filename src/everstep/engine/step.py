@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
@@ -31,6 +30,7 @@ from everstep.engine import cpu, hf, lora
 from everstep.engine import state as rank_state
 from everstep.engine.arrange import Grid, Packed
 from everstep.engine.columns import Columns
+from everstep.engine.determinism import set_determinism
 from everstep.engine.groups import (
     abort_groups,
     broken_replica,
@@ -50,13 +50,13 @@ from everstep.engine.model import (
     transformer_config,
     wrap_for_training,
 )
-from everstep.engine.moe import SideState, routing_metrics, token_shares
+from everstep.engine.moe import SideState, routing_metrics, token_shares, weight_of
 from everstep.engine.offload import PARTS, Part, Residence
 from everstep.engine.projection import projected_logprobs
 from everstep.engine.schedule import Finish, no_tokens, run_micro_batches
 from everstep.engine.source import ModelSource, weights
 from everstep.engine.vocab import token_logprobs
-from everstep.errors import BadInput, EverstepError, ReplicaBroken, WorkerFailed
+from everstep.errors import EverstepError, ReplicaBroken, WorkerFailed
 
 if TYPE_CHECKING:
     from everstep.cluster.batch import TrainingBatch
@@ -132,7 +132,7 @@ class Engine:
             raise EverstepError(f"an engine at {position} of {layout} cannot share the groups of one at {beside.position} of {beside.layout}")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        _set_determinism(config.engine.deterministic, device)
+        set_determinism(config.engine.deterministic, device)
         try:
             with cpu.redirected():
                 if beside is None:
@@ -272,7 +272,7 @@ class Engine:
             ddp.zero_grad_buffer()
             ddp.train()
         self._optimizer.zero_grad()
-        names, weight_of = tuple(loss.metric_names), self._weight_of(loss)
+        names, weigh = tuple(loss.metric_names), weight_of(loss, self.arch.experts.aux_loss_coef if self.arch.experts else 0.0)
         total = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=self.device)
 
         def loss_of(arranged: Grid | Packed, last: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -284,8 +284,8 @@ class Engine:
             batch = arranged.batch
             assert batch is not None
             output = loss(outputs, entropy, batch)
-            if weight_of is not None and float(output.weight) != float(weight_of(batch)):
-                raise WorkerFailed(f"the loss weighed a micro-batch {float(output.weight)}, its weight() says {float(weight_of(batch))}")
+            if weigh is not None and float(output.weight) != float(weigh(batch)):
+                raise WorkerFailed(f"the loss weighed a micro-batch {float(output.weight)}, its weight() says {float(weigh(batch))}")
             loss_sum = output.loss_sum
             if not loss_sum.requires_grad:  # a loss without any counted token: backward must still run on all stages
                 loss_sum = loss_sum + 0.0 * outputs.sum()
@@ -294,7 +294,7 @@ class Engine:
         shares: Callable[[TrainingBatch], Tensor] | None = None
         if self._side is not None:
             self._side.forget()
-            shares = lambda batch: token_shares(batch["attention_mask"], weight_of(batch) if weight_of is not None else 0.0)
+            shares = lambda batch: token_shares(batch["attention_mask"], weigh(batch) if weigh is not None else 0.0)
         if (count := self._in_step(len(micro_batches))):
             results = self._run(self._ddps, micro_batches, seeds, loss_of, forward_only=False, count=count, shares=shares)
             for result in results:
@@ -572,18 +572,6 @@ class Engine:
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mpu.get_expert_model_parallel_group())
         return int(most)
 
-    def _weight_of(self, loss: LossFn) -> Callable[[TrainingBatch], Tensor | float] | None:
-        """The loss's ``weight``, with which every pipeline stage weighs its auxiliary losses; None if there are none."""
-        if self.arch.experts is None or not self.arch.experts.aux_loss_coef:
-            return None
-        weight = getattr(loss, "weight", None)
-        if weight is None:
-            raise BadInput(
-                f"the auxiliary loss of experts is weighed like the loss {type(loss).__name__}, which has no method weight(batch); "
-                "add one, or set moe.aux_loss_coef=0"
-            )
-        return weight  # type: ignore[no-any-return]
-
     def _sum_over_replica(self, own: Tensor) -> Tensor:
         """Sum over the replica's ranks in the order of ranks, so that it is bitwise equal everywhere; on the CPU."""
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
@@ -602,18 +590,3 @@ def _token_values(outputs: Tensor, arranged: Grid | Packed) -> Tensor:
 def _finalize_sums(model: list[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
     """Megatron's finalisation without its division by tokens: gradients stay raw sums."""
     finalize_model_grads(model, None, **kwargs)
-
-
-def _set_determinism(wanted: bool, device: torch.device) -> None:
-    """Deterministic kernels, or not, for the whole process: each rank is a process of its own."""
-    if device.type != "cuda":
-        return
-    if wanted:
-        # cuBLAS reads it when its handle is made, which is after this in every launcher.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(wanted)
-    # Filling fresh memory costs time, and we read no such memory.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # Their backward adds in an order that varies; flash attention and plain matrix products do not.
-    torch.backends.cuda.enable_mem_efficient_sdp(not wanted)
-    torch.backends.cuda.enable_cudnn_sdp(not wanted)

@@ -246,7 +246,14 @@ def divisor_is_contribution(record: Record) -> tuple[str, bool]:
 
 def faults_end(record: Record) -> tuple[str, bool]:
     faults = record.kind("fault", "death")
+    over: dict[int, bool] = {}  # whether the run was over when the fault came: nothing can follow it then
+    ended = False
+    for event in record.events:
+        ended = event.event == "run_end" or (ended and event.event != "run_start")
+        over[id(event)] = ended
     for fault in faults:
+        if over[id(fault)]:
+            continue
         later = [e for e in record.events if e.t_wall >= fault.t_wall and e.event in ("commit", "error", "run_end")]
         if not later:
             raise Broken(f"after the {fault.event} of rank {fault['replica']}/{fault['rank']} in step {fault.step} nothing was "

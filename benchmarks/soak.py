@@ -138,7 +138,7 @@ def _config(folder: Path, *overrides: str) -> Config:
         "device=cpu", f"model.path={ROOT / 'examples' / 'models' / 'tiny-qwen3'}", "telemetry.progress=none", "telemetry.tensorboard=false",
         f"run_dir={folder}", f"sft.steps={STEPS}", "train.micro_batch_size=4", "sft.samples_per_step=32", "train.verify_every=10",
         "checkpoint.every_steps=25", "recovery.heartbeat_s=0.2", "recovery.silence_s=2.5", "recovery.progress_timeout_s=3", "recovery.fence_s=5",
-        "recovery.step_timeout_s=60", "recovery.heal_timeout_s=60", "recovery.reform_timeout_s=60", "recovery.link_timeout_s=15", *overrides,
+        "recovery.step_timeout_s=60", "recovery.heal_timeout_s=12", "recovery.reform_timeout_s=60", "recovery.link_timeout_s=15", *overrides,
     ])  # fmt: skip
 
 

@@ -290,6 +290,7 @@ def test_the_trees_of_these_tests_are_possible(tree: dict[str, Any]) -> None:
         ({"recovery__exact": True, "engine__deterministic": False}, "recovery.exact=true promises equal bits"),
         ({"recovery__min_replicas": 2}, "recovery.min_replicas=2 is more than layout.replicas=1"),
         ({"recovery__silence_s": 1}, "recovery.silence_s=1.0 is not longer than recovery.heartbeat_s=1.0"),
+        ({"layout__replicas": 2, "recovery__step_timeout_s": 60}, "recovery.step_timeout_s=60.0 must be longer than recovery.heal_timeout_s=300.0"),
         ({"faults": [{"step": 1}, {"step": 1, "replica": 1}]}, "faults.1.replica=1 does not exist"),
         ({"faults": [{"step": 1, "rank": 1}]}, "faults.0.rank=1 does not exist; a replica has 1"),
         ({"faults": [{"step": 101}]}, "faults.0.step=101 never comes; the run has 100 steps"),

@@ -204,7 +204,7 @@ def test_a_rank_whose_cable_is_pulled_leaves_the_bits(phase, model, tmp_path):
     """Nothing is reset: survivors' collectives hang with it until it has been silent for too long, and no timeout of theirs is waited
     for. The rank, alone, fences itself."""
     rows = [Row(phase, 1, "partition")]
-    schedule = Schedule(tuple(rows), 1, more=("recovery.fence_s=3", "recovery.step_timeout_s=120", "recovery.link_timeout_s=60"))
+    schedule = Schedule(tuple(rows), 1, more=("recovery.fence_s=3", "recovery.step_timeout_s=120", "recovery.heal_timeout_s=60", "recovery.link_timeout_s=60"))
     run = finish(config(SFT, tmp_path / "run", *BASE, f"model.path={model}", *schedule.overrides()),
                  host=functools.partial(ForkedHost, namespaces=True))
     assert_invariants(run, steps=STEPS)

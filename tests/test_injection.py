@@ -25,7 +25,7 @@ from everstep.telemetry.events import Event, read_events
 from everstep.telemetry.history import check
 
 QUICK = ["recovery.heartbeat_s=0.2", "recovery.silence_s=3.0", "recovery.progress_timeout_s=3.0", "recovery.fence_s=1.5",
-         "recovery.step_timeout_s=30", "recovery.link_timeout_s=15"]
+         "recovery.step_timeout_s=30", "recovery.heal_timeout_s=20", "recovery.link_timeout_s=15"]
 
 
 def death_of(run: Finished, fault: Event) -> Event:

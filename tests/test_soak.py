@@ -97,7 +97,7 @@ class Sniper:
 def soak(tmp_path: Path, seed: int, file: str, *overrides: str, at_once: int = 2) -> Finished:
     folder = tmp_path / "run"
     conf = config(file, folder, "recovery.heartbeat_s=0.2", "recovery.silence_s=2.0", "recovery.link_timeout_s=15",
-                  "recovery.reform_timeout_s=60", "recovery.step_timeout_s=60", "recovery.heal_timeout_s=60", *overrides)
+                  "recovery.reform_timeout_s=60", "recovery.step_timeout_s=60", "recovery.heal_timeout_s=30", *overrides)
     failure: list[EverstepError] = []
     threads = {t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
     start = time.monotonic()

@@ -179,6 +179,11 @@ def _check_recovery(config: Config) -> None:
             f"recovery.silence_s={recovery.silence_s} is not longer than recovery.heartbeat_s={recovery.heartbeat_s}; "
             "every rank would be taken for dead"
         )
+    if layout.replicas > 1 and recovery.step_timeout_s <= recovery.heal_timeout_s:
+        raise ConfigError(
+            f"recovery.step_timeout_s={recovery.step_timeout_s} must be longer than recovery.heal_timeout_s={recovery.heal_timeout_s}: "
+            "the others wait within a step for a rank that heals, and until it is replaced if it hangs"
+        )
     for key, deadline_s in (("progress_timeout_s", recovery.progress_timeout_s), ("fence_s", recovery.fence_s)):
         if deadline_s <= 2 * recovery.heartbeat_s:
             raise ConfigError(

@@ -36,7 +36,7 @@ from everstep.cluster.forked import ForkedHost
 from everstep.cluster.processes import pid_runs
 from everstep.config.load import load_config
 from everstep.config.schema import Config
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, Interrupted
 from everstep.recovery.faults import describe
 from everstep.telemetry.events import of_kind, read_events
 from everstep.telemetry.history import check
@@ -126,8 +126,7 @@ def plan(seed: int, number: int, folder: Path) -> tuple[str, str, Config]:
     """(shape, mode, configuration with its schedule) of one run."""
     rng = random.Random(f"soak {seed} {number}")
     mode = rng.choice(sorted(MODES))
-    # In wait mode every death needs a spare; of four replicas more may die than there are.
-    shape = rng.choice([s for s in (*OFTEN, *sorted(SHAPES)) if not (mode == "wait" and s == "4 replicas")])
+    shape = rng.choice([*OFTEN, *sorted(SHAPES)])
     config = _config(folder / f"run-{number}", *SHAPES[shape], *MODES[mode])
     kinds = sorted({rng.choice(KINDS) for _ in range(5)} | {"kill"})
     return shape, mode, with_schedule(config, rng.randrange(1 << 30), RATE, kinds, reckless=False)
@@ -188,6 +187,8 @@ def _train(config: Config) -> EverstepError | None:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
             driver.run(config, host=ForkedHost)
+        except Interrupted:
+            raise
         except EverstepError as error:
             return error
     return None

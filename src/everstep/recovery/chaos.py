@@ -34,8 +34,10 @@ def parse_kinds(text: str, reckless: bool) -> list[str]:
 
 
 def budget(config: Config) -> int:
-    """How many processes may die so that the run goes on: one for each spare, and one for each replica above the minimum."""
-    return config.layout.spares + config.layout.replicas - max(1, config.recovery.min_replicas)
+    """How many processes may die so that the run goes on: one for each spare, and one for each replica above the minimum (all are
+    needed with recovery.mode=wait)."""
+    needed = config.layout.replicas if config.recovery.mode == "wait" else max(1, config.recovery.min_replicas)
+    return config.layout.spares + config.layout.replicas - needed
 
 
 def draw(config: Config, seed: int, rate: float, kinds: Sequence[str], reckless: bool = False) -> list[Fault]:

@@ -91,6 +91,15 @@ def test_the_first_step_of_a_life_may_be_slow():
     assert warm.accused(100.0) == []
 
 
+def test_a_joiner_that_hangs_in_its_heal_is_not_given_the_time_of_a_first_step():
+    s = Scene()
+    s.view(frozenset({2}), members=[*s.members()[:2], *s.members(build=1)[2:]])
+    for worker in ("0/0", "1/0"):
+        s.judge.entered(worker, 2, "exchange", 1.0)
+    s.judge.entered("2/0", 2, "heal", 1.0)
+    assert not s.judge.overdue(50.0) and [o.worker for o in s.judge.overdue(52.0)] == ["2/0"]
+
+
 def test_a_heal_has_its_own_deadline_for_the_joiner_and_for_the_source_that_streams_to_it():
     s = Scene()
     s.view(frozenset({2}))

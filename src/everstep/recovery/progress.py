@@ -9,7 +9,8 @@ The deadlines, each counted from the later of the rank's entry into its phase an
     ===================================  ==============================================================================
     ``progress_s``                       any phase, once the rank has finished a step in its present life
     ``step_s``                           its first step (warm-up of kernels, caches), which is legally slow
-    ``heal_s``                           while any replica heals: its source streams before it reduces, its peers wait
+    ``heal_s``                           while it heals, in its first step or not; the others, while any replica heals: its
+                                         source streams before it reduces, its peers wait
     ``step_s`` since the rank's entry    a phase that waits for nobody outside, once *any* peer has left it: for several
                                          ranks that hang together, which keep each other from being overdue
     ===================================  ==============================================================================
@@ -154,11 +155,15 @@ class Judge:
 
     def _lag_limit(self, standing: _Standing) -> float:
         limits = self._deadlines
+        if standing.phase == "heal":
+            return limits.heal_s
         limit = limits.progress_s if standing.warm else max(limits.progress_s, limits.step_s)
         return max(limit, limits.heal_s) if self._healing else limit
 
     def _phase_limit(self, standing: _Standing) -> float:
         limits = self._deadlines
+        if standing.phase == "heal":
+            return limits.heal_s
         return max(limits.step_s, limits.heal_s) if self._healing else limits.step_s
 
     def _holding_up(self, life: tuple[int, int]) -> list[str]:

@@ -108,6 +108,11 @@ class EngineConfig(Section):
         True,
         description="Deterministic kernels: the same seed and layout give bitwise the same weights (slower on GPU).",
     )
+    fused_kernels: Literal["auto", "none"] | list[Literal["norm", "rope", "swiglu", "logprobs", "adam", "attention"]] = Field(
+        "auto",
+        description="Fused GPU kernels: `auto`: all that this device has and engine.deterministic allows; `none`; or a list of them: `norm`, "
+        "`rope`, `swiglu`, `logprobs` (need triton), `adam`, `attention` (cuDNN's, not deterministic). Results agree within rounding.",
+    )
     offload: OffloadConfig = OffloadConfig()
 
 

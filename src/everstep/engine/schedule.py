@@ -65,7 +65,7 @@ def run_micro_batches(
         if batch is None:
             ids, after = torch.zeros(largest, dtype=torch.int64, device=device), _nothing
         else:
-            batch = batch.to(device)
+            batch = _moved(batch, device)
             ids, after = batch.tensors["input_ids"], functools.partial(_finish_rows, finish, batch)
         samples, width = largest if layout.vpp > 1 else (len(ids), columns.padded(ids.shape[1]))
         positions = torch.arange(width, device=device)[None].expand(samples, -1)
@@ -83,6 +83,14 @@ def run_micro_batches(
             forward_only=forward_only,
         )
     return results[: len(micro_batches)]
+
+
+def _moved(batch: TrainingBatch, device: torch.device) -> TrainingBatch:
+    """On ``device``. From page-locked memory, since from any other a copy waits for all kernels that were started before."""
+    if device.type != "cuda" or all(tensor.is_cuda for tensor in batch.tensors.values()):
+        return batch.to(device)
+    pinned = {name: tensor if tensor.is_cuda else tensor.pin_memory() for name, tensor in batch.tensors.items()}
+    return batch.with_tensors(**pinned).to(device, non_blocking=True)
 
 
 def no_tokens(device: torch.device) -> Tensor:

@@ -28,7 +28,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from everstep.engine import cpu, hf, lora
+from everstep.engine import cpu, fusion, hf, lora
 from everstep.engine import state as rank_state
 from everstep.engine.columns import Columns
 from everstep.engine.groups import (
@@ -122,13 +122,14 @@ class Engine:
         self._table = hf.pieces(self.arch, layout)
         self._adapters = lora.pieces(self._table, config, layout)  # empty without LoRA
         self._frozen_digest: str | None = None
+        self._fused = fusion.chosen(config.engine, device)
         self._closed = self._aborted = False
         self._beside = beside
         if beside is not None and (beside.layout != layout or beside.position != position):
             raise EverstepError(f"an engine at {position} of {layout} cannot share the groups of one at {beside.position} of {beside.layout}")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        _set_determinism(config.engine.deterministic, device)
+        set_determinism(config.engine.deterministic, device)
         try:
             with cpu.redirected():
                 if beside is None:
@@ -140,10 +141,10 @@ class Engine:
                 self._megatron = transformer_config(self.arch, config, layout)
                 self._megatron.finalize_model_grads_func = _finalize_sums
                 self._columns = Columns.of_this_rank(config.engine.sequence_parallel)
-                chunks = build_chunks(self.arch, self._megatron, layout)
+                chunks = build_chunks(self.arch, self._megatron, layout, fused=self._fused)
                 if self._adapters:
                     lora.attach(chunks, self._table, self.arch, self._megatron, config, layout)
-                self._ddps, self._optimizer = wrap_for_training(chunks, self._megatron, config)
+                self._ddps, self._optimizer = wrap_for_training(chunks, self._megatron, config, fused=self._fused)
                 self._slots = rank_state.adam_slots(self._ddps, self._optimizer)
                 self._counted = rank_state.counted_ranges(self._ddps, self._table + self._adapters)
                 self._residence = Residence(
@@ -237,7 +238,7 @@ class Engine:
         elif self._adapters:
             self._reference = lora.AdapterReference(self._ddps)
         else:
-            chunks = build_chunks(self.arch, self._megatron, self.layout)
+            chunks = build_chunks(self.arch, self._megatron, self.layout, fused=self._fused)
             frozen = [in_model_precision(c.requires_grad_(False), self._megatron).eval() for c in chunks]
             host_of = self.device if self.config.engine.offload.reference else None
             self._reference = rank_state.ReferenceCopy(frozen, self._ddps, host_of)
@@ -512,6 +513,7 @@ class Engine:
             valid=min(columns, self.arch.vocab - first),
             temperature=temperature,
             with_entropy=with_entropy,
+            fused="logprobs" in self._fused,
             group=mpu.get_tensor_model_parallel_group() if self.layout.tp > 1 else None,
         )
 
@@ -552,7 +554,7 @@ def _finalize_sums(model: list[torch.nn.Module], num_tokens: Tensor | None, **kw
     finalize_model_grads(model, None, **kwargs)
 
 
-def _set_determinism(wanted: bool, device: torch.device) -> None:
+def set_determinism(wanted: bool, device: torch.device) -> None:
     """Deterministic kernels, or not, for the whole process: each rank is a process of its own."""
     if device.type != "cuda":
         return

@@ -134,7 +134,7 @@ def check_fused_kernels(rank: int) -> None:
     for number, (fused, eager, values) in enumerate(cases):
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
             x = values.to(dtype)
-            mine, again, plain = (x.clone().requires_grad_(), x.clone().requires_grad_(), x.float().requires_grad_())
+            mine, again, plain = (x.clone().requires_grad_(), x.clone().requires_grad_(), x.float().clone().requires_grad_())
             outputs = [fused(mine), fused(again), eager(plain)]
             up = torch.randn_like(outputs[2]).to(outputs[0].dtype)
             for output in outputs:

@@ -18,6 +18,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -96,11 +97,20 @@ class Swiglu(nn.Module):
 
 
 class CudnnAttention(CausalAttention):
-    """``CausalAttention`` that takes cuDNN's kernel before flash attention where both can compute it."""
+    """``CausalAttention`` that takes cuDNN's kernel before flash attention where both can compute it.
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    cuDNN makes a plan for every shape, which takes it a tenth of a second, so tokens are padded to a multiple of 128: no token
+    sees what is behind it.
+    """
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        tokens = len(query)
+        if len(key) != tokens:  # under context parallelism, with a mask that cuDNN does not take
+            return super()._attend(query, key, value)
+        if missing := -tokens % 128:
+            query, key, value = (F.pad(x, (0, 0, 0, 0, 0, 0, 0, missing)) for x in (query, key, value))
         with sdpa_kernel(_CUDNN_FIRST, set_priority=True):
-            return super().forward(*args, **kwargs)
+            return super()._attend(query, key, value)[:tokens]
 
 
 def samples_first(output_layer: Any) -> None:

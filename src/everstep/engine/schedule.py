@@ -99,7 +99,8 @@ def no_tokens(device: torch.device) -> Tensor:
 
 
 def _finish_rows(finish: Finish, batch: TrainingBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    return finish(batch, logits[: len(batch)])
+    # Even of all rows a slice's backward would fill a tensor of the logits' size with zeros, and copy their gradient into it.
+    return finish(batch, logits if len(batch) == len(logits) else logits[: len(batch)])
 
 
 def _nothing(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

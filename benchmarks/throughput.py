@@ -112,9 +112,7 @@ SWITCHES = [
     Switch("no fused kernels", {"fused_kernels": "none"}, needs_gpu=True),
     *(Switch(f"without {name}", {"fused_kernels": [k for k in KERNELS if k != name]}, needs_gpu=True) for name in KERNELS),
     Switch("deterministic", {"deterministic": True}, needs_gpu=True),
-    Switch("micro-batch of 1", micro_batch_size=1),
-    Switch("micro-batch of 2", micro_batch_size=2),
-    Switch("micro-batch of 8", micro_batch_size=8),
+    *(Switch(f"micro-batch of {size}", micro_batch_size=size) for size in (1, 2, 4, 8)),
     Switch("recompute selective", {"recompute": "selective"}),
     Switch("recompute full", {"recompute": "full"}),
 ]

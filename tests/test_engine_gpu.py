@@ -98,6 +98,89 @@ def test_four_gpus_combine_them() -> None:
     run_ranks(check_both_types, 4, cases, join=False, deadline_s=240, cuda=True)
 
 
+def check_fused_kernels(rank: int) -> None:
+    """Rows and columns that fill no block, heads cut out of a projection, against eager float32; and twice the same bits."""
+    import torch.nn.functional as F
+    from megatron.core.models.common.embeddings import rope_utils
+
+    from everstep.engine import kernels
+    from everstep.engine.vocab import token_logprobs
+
+    torch.cuda.set_device(rank)
+    torch.set_default_device("cuda")
+    angles = torch.outer(torch.arange(37).float(), torch.rand(10)).repeat(1, 2)[:, None, None]
+    targets = torch.randint(0, 9999, (3, 7))
+
+    def swiglu(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def logprobs(fused: bool, temperature: float, x: torch.Tensor) -> torch.Tensor:
+        values, entropy = token_logprobs(
+            x, targets, first=0, valid=9999, temperature=temperature, with_entropy=temperature != 1, fused=fused
+        )
+        return values if entropy is None else torch.stack([values, entropy])
+
+    one, heads = torch.rand(100) + 0.5, torch.rand(20) + 0.5
+    # Of a projection (37, 2, 3, 60), the last 20 channels of each of 3 groups.
+    cases: list[tuple[Any, Any, torch.Tensor]] = [
+        (lambda x: kernels.rms_norm(x, one.to(x.dtype), 1e-6), lambda x: F.rms_norm(x, (100,), one, 1e-6), torch.randn(37, 3, 100)),
+        (lambda x: kernels.rms_norm(x[..., 40:], heads.to(x.dtype), 1e-6), lambda x: F.rms_norm(x[..., 40:], (20,), heads, 1e-6), torch.randn(37, 2, 3, 60)),
+        (kernels.swiglu, swiglu, torch.randn(37, 3, 2 * 70)),
+        (lambda x: kernels.rotary(x.transpose(0, 1), angles), lambda x: rope_utils._apply_rotary_pos_emb_bshd(x.transpose(0, 1), angles), torch.randn(2, 37, 3, 20)),
+        (lambda x: logprobs(True, 1.0, x), lambda x: logprobs(False, 1.0, x), torch.randn(3, 7, 10013) * 5),
+        (lambda x: logprobs(True, 0.6, x), lambda x: logprobs(False, 0.6, x), torch.randn(3, 7, 10013) * 5),
+    ]  # fmt: skip
+    for number, (fused, eager, values) in enumerate(cases):
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+            x = values.to(dtype)
+            mine, again, plain = (x.clone().requires_grad_(), x.clone().requires_grad_(), x.float().clone().requires_grad_())
+            outputs = [fused(mine), fused(again), eager(plain)]
+            up = torch.randn_like(outputs[2]).to(outputs[0].dtype)
+            for output in outputs:
+                output.backward(up.to(output.dtype))
+            assert torch.equal(outputs[0], outputs[1]) and torch.equal(mine.grad, again.grad), number
+            for got, wanted in ((outputs[0], outputs[2]), (mine.grad, plain.grad)):
+                error = (got.float() - wanted).norm() / wanted.norm()
+                assert error < tolerance, (number, dtype, float(error))
+    weights = [one.clone().requires_grad_() for _ in range(2)]
+    for weight, norm in zip(weights, (kernels.rms_norm, lambda x, w, eps: F.rms_norm(x, w.shape, w, eps)), strict=True):
+        norm(cases[0][2], weight, 1e-6).sin().sum().backward()
+    assert torch.allclose(weights[0].grad, weights[1].grad, rtol=1e-4, atol=1e-4)
+
+
+def test_fused_kernels_compute_what_eager_code_does() -> None:
+    run_ranks(check_fused_kernels, 1, join=False, deadline_s=120, cuda=True)
+
+
+def check_fused_engine(rank: int, layout: Layout) -> None:
+    one = [batch(1, 2, 9), batch(2, 3, 16)]
+    for dtype, tolerance in (("float32", 1e-4), ("bfloat16", 4e-2)):
+        for deterministic in (True, False):
+            gradients = []
+            for fused in ("none", "auto"):
+                name = f"fused-{layout.tp}-{dtype}-{deterministic}-{fused}"
+                engine, _ = gpu_engine(rank, layout, name, dtype, fused_kernels=fused, deterministic=deterministic)
+                sums = engine.accumulate(one, NllWithEntropy(), [0, 0])
+                gradients.append([total.clone() for total in engine.gradients()])
+                engine.apply(engine.gradients(), 0.05, 1e-2)
+                assert engine.state_scalars()["adam_step"] == 1
+                after = engine.accumulate(one, NllWithEntropy(), [0, 0])
+                gradients[-1].append(torch.stack([sums[1], after[1]]))
+                engine.close()
+            for eager, mine in zip(*gradients, strict=True):
+                assert (mine - eager).norm() <= tolerance * eager.norm(), (dtype, deterministic, (mine - eager).norm() / eager.norm())
+
+
+def test_fused_engine_agrees_with_the_eager_one() -> None:
+    run_ranks(check_fused_engine, 1, Layout(), join=False, deadline_s=180, cuda=True)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_fused_engine_agrees_with_the_eager_one_on_two_gpus() -> None:
+    run_ranks(check_fused_engine, 2, Layout(tp=2), join=False, deadline_s=240, cuda=True)
+
+
 def check_offload(rank: int) -> None:
     one = [batch(1, 2, 9)]
     digests = []

@@ -122,6 +122,11 @@ class EngineConfig(Section):
         "computed chunk by chunk, and logits once more in backward. Saves memory where the vocabulary is large, for one more product "
         "with the output matrix. 0: all tokens of a micro-batch at once, logits kept for backward.",
     )
+    fused_kernels: Literal["auto", "none"] | list[Literal["norm", "rope", "swiglu", "logprobs", "adam", "attention"]] = Field(
+        "auto",
+        description="Fused GPU kernels: `auto`: all that this device has and engine.deterministic allows; `none`; or a list of them: `norm`, "
+        "`rope`, `swiglu`, `logprobs` (need triton), `adam`, `attention` (cuDNN's, not deterministic). Results agree within rounding.",
+    )
     offload: OffloadConfig = OffloadConfig()
 
 

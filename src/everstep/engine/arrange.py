@@ -78,7 +78,8 @@ class Grid:
     def of_samples(self, outputs: Tensor) -> Tensor:
         """Of what the model gave, (R, S, ...), the rows with samples."""
         assert self.batch is not None
-        return outputs[: len(self.batch)]
+        # Even of all rows a slice's backward would fill a tensor of the logits' size with zeros, and copy their gradient into it.
+        return outputs if len(self.batch) == len(outputs) else outputs[: len(self.batch)]
 
     def at_targets(self, own: Tensor) -> Tensor:
         """(B, S) computed at this rank's positions -> (B, T), each at the token that follows its position."""

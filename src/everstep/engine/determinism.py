@@ -19,4 +19,5 @@ def set_determinism(wanted: bool, device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     # Their backward adds in an order that varies; flash attention and plain matrix products do not.
     torch.backends.cuda.enable_mem_efficient_sdp(not wanted)
-    torch.backends.cuda.enable_cudnn_sdp(not wanted)
+    # Nor does cuDNN's. Torch would prefer it on some cards; where it is wanted, fusion.CudnnAttention asks for it.
+    torch.backends.cuda.enable_cudnn_sdp(False)

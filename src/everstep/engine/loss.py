@@ -79,8 +79,13 @@ def pack_sums(output: LossOutput, metric_names: tuple[str, ...], device: torch.d
     values = [output.weight, output.loss_sum]
     values += [output.metrics[name][0] for name in metric_names]
     values += [output.metrics[name][1] for name in metric_names]
-    scalars = [torch.as_tensor(v).detach().to(device=device, dtype=torch.float64).reshape(()) for v in values]
-    return torch.stack(scalars)
+    return torch.stack([_scalar(value, device) for value in values])
+
+
+def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().to(device=device, dtype=torch.float64).reshape(())
+    return torch.full((), float(value), dtype=torch.float64, device=device)  # unlike a copy, it does not wait for the device
 
 
 def unpack_sums(sums: Tensor, metric_names: tuple[str, ...]) -> dict[str, tuple[float, float]]:

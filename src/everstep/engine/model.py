@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from everstep.config.schema import Config
+from everstep.engine import fusion
 from everstep.engine.layers import (
     AddingRowParallelLinear,
     BiasedRowParallelLinear,
@@ -311,13 +312,17 @@ def _pipeline_layout(stages: list[list[range]]) -> list[list[str]]:
     return rows
 
 
-def build_chunks(arch: Architecture, megatron: TransformerConfig, layout: Layout, deferred: bool) -> list[GPTModel]:
+def build_chunks(
+    arch: Architecture, megatron: TransformerConfig, layout: Layout, deferred: bool, fused: frozenset[str] = frozenset()
+) -> list[GPTModel]:
     """This rank's parts of the model, one per virtual stage, weights uninitialised.
 
-    ``deferred``: hidden states come out, for ``everstep.engine.projection``. Collective over the replica if embeddings are tied.
+    ``deferred``: hidden states come out, for ``everstep.engine.projection``. ``fused``: the kernels of ``everstep.engine.fusion`` to
+    use. Collective over the replica if embeddings are tied.
     """
+    fusion.configure(megatron, fused)
     chunks = layout.stages(arch.layers)[mpu.get_pipeline_model_parallel_rank()]
-    models = [_build_chunk(arch, megatron, layers, i if layout.vpp > 1 else None) for i, layers in enumerate(chunks)]
+    models = [_build_chunk(arch, megatron, layers, i if layout.vpp > 1 else None, fused, deferred) for i, layers in enumerate(chunks)]
     if deferred and models[-1].post_process and not arch.value_head:
         models[-1].output_layer = DeferredProjection(models[-1].output_layer)
     return models
@@ -329,31 +334,35 @@ def output_weight(chunks: Sequence[torch.nn.Module]) -> Tensor:
     return last.shared_embedding_or_output_weight() if last.share_embeddings_and_output_weights else last.output_layer.weight
 
 
-def _build_layer(arch: Architecture, sparse: bool) -> ModuleSpec:
+def _build_layer(arch: Architecture, sparse: bool, fused: frozenset[str]) -> ModuleSpec:
+    norm = fusion.FusedRMSNorm if "norm" in fused else RMSNorm
     layer = get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = CausalAttention
+    attention.core_attention = fusion.CudnnAttention if "attention" in fused else CausalAttention
     if arch.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = norm
     if arch.out_bias and not arch.mlp_bias:
         attention.linear_proj = BiasedRowParallelLinear
+    mlp: Any = layer.submodules.mlp  # a ModuleSpec up to Megatron-Core 0.16, later a functools.partial
+    parts = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+    if "swiglu" in fused:
+        parts.activation_func = fusion.Swiglu
     if arch.mlp_bias:
-        mlp: Any = layer.submodules.mlp  # a ModuleSpec up to Megatron-Core 0.16, later a functools.partial
-        parts = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
         parts.linear_fc2 = AddingRowParallelLinear
     if sparse:
         layer.submodules.mlp = ExpertLayer
     return layer
 
 
-def _build_chunk(arch: Architecture, megatron: TransformerConfig, layers: range, chunk: int | None) -> GPTModel:
-    specs = [_build_layer(arch, arch.sparse(layer)) for layer in layers]
+def _build_chunk(
+    arch: Architecture, megatron: TransformerConfig, layers: range, chunk: int | None, fused: frozenset[str], deferred: bool
+) -> GPTModel:
+    specs = [_build_layer(arch, arch.sparse(layer), fused) for layer in layers]
     tp = megatron.tensor_model_parallel_size
     model = GPTModel(
         megatron,
-        TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm),
+        TransformerBlockSubmodules(layer_specs=specs, layer_norm=fusion.FusedRMSNorm if "norm" in fused else RMSNorm),
         vocab_size=arch.padded_vocab(tp),
         max_sequence_length=arch.max_positions,
         pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
@@ -364,6 +373,8 @@ def _build_chunk(arch: Architecture, megatron: TransformerConfig, layers: range,
     )
     if arch.value_head and model.post_process:
         model.output_layer = ValueHead(megatron, arch.hidden)
+    elif "logprobs" in fused and model.post_process and not megatron.sequence_parallel and not deferred:
+        fusion.samples_first(model.output_layer)
     model.rotary_pos_emb = Rotary(arch.head_dim, rotary_percent=1.0)
     # Transformers' frequencies rather than Megatron's: the same formula, but every rope type and its parameters.
     model.rotary_pos_emb.inv_freq = torch.tensor(
@@ -400,7 +411,7 @@ def rank_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Par
 
 
 def wrap_for_training(
-    chunks: list[GPTModel], megatron: TransformerConfig, config: Config
+    chunks: list[GPTModel], megatron: TransformerConfig, config: Config, *, fused: frozenset[str] = frozenset()
 ) -> tuple[list[DistributedDataParallel], Any]:
     """(DistributedDataParallel of each chunk, one Megatron optimizer) over the inner data- and context-parallel ranks.
 
@@ -439,4 +450,6 @@ def wrap_for_training(
     # Megatron leaves it to its learning-rate scheduler to apply the groups' weight-decay factors.
     for group in optimizer.param_groups:
         group["weight_decay"] = o.weight_decay * group["wd_mult"]
+        if "adam" in fused:
+            group |= {"fused": True, "foreach": False}
     return ddps, optimizer

@@ -55,7 +55,7 @@ def run_micro_batches(
     """
     kind = Packed if packed else Grid
     empty = Packed(None, columns, (), columns.padded(MULTIPLE), device) if packed else Grid(None, columns, 1, columns.padded(1), device)
-    work = [kind.of(batch.to(device), columns, device) if len(batch) else empty for batch in micro_batches]
+    work = [kind.of(_moved(batch, device), columns, device) if len(batch) else empty for batch in micro_batches]
     seeds = list(seeds)
     if len(work) != len(seeds):
         raise AssertionError(f"{len(work)} micro-batches, {len(seeds)} seeds")
@@ -91,6 +91,14 @@ def run_micro_batches(
             forward_only=forward_only,
         )
     return results[: len(micro_batches)]
+
+
+def _moved(batch: TrainingBatch, device: torch.device) -> TrainingBatch:
+    """On ``device``. From page-locked memory, since from any other a copy waits for all kernels that were started before."""
+    if device.type != "cuda" or all(tensor.is_cuda for tensor in batch.tensors.values()):
+        return batch.to(device)
+    pinned = {name: tensor if tensor.is_cuda else tensor.pin_memory() for name, tensor in batch.tensors.items()}
+    return batch.with_tensors(**pinned).to(device, non_blocking=True)
 
 
 def no_tokens(device: torch.device) -> Tensor:

@@ -73,7 +73,9 @@ def _slots_of(inner: Any, names: Mapping[torch.nn.Parameter, str]) -> dict[str, 
     for parameter, stepped, master in pairs:
         adam = state[stepped]
         if not adam:
-            adam["step"] = torch.tensor(0.0, dtype=torch.float32)
+            # A fused optimizer reads it on the device.
+            where = stepped.device if inner.optimizer.param_groups[0].get("fused") else "cpu"
+            adam["step"] = torch.zeros((), dtype=torch.float32, device=where)
             adam["exp_avg"] = torch.zeros_like(stepped, memory_format=torch.preserve_format)
             adam["exp_avg_sq"] = torch.zeros_like(stepped, memory_format=torch.preserve_format)
         slots[names[parameter]] = Slot(names[parameter], stepped, master, adam)
@@ -224,7 +226,7 @@ def state_views(
 
 def adam_step(slots: list[Slot]) -> int:
     """Optimizer steps made; equal for all parameters."""
-    steps = {int(slot.adam["step"]) for slot in slots}
+    steps = {int(step) for step in torch.stack([slot.adam["step"] for slot in slots]).tolist()} if slots else set()
     if len(steps) > 1:
         raise EverstepError(f"Adam's step differs between parameters of one rank: {sorted(steps)}")
     return steps.pop() if steps else 0

@@ -26,7 +26,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from everstep.engine import cpu, hf, lora
+from everstep.engine import cpu, fusion, hf, lora
 from everstep.engine import state as rank_state
 from everstep.engine.arrange import Grid, Packed
 from everstep.engine.columns import Columns
@@ -126,6 +126,7 @@ class Engine:
         self._adapters = lora.pieces(self._table, config, layout)  # empty without LoRA
         self._frozen_digest: str | None = None
         self._deferred = config.engine.logprob_chunk_tokens > 0  # logits are computed chunk by chunk, outside the model
+        self._fused = fusion.chosen(config.engine, device)
         self._closed = self._aborted = False
         self._beside = beside
         if beside is not None and (beside.layout != layout or beside.position != position):
@@ -144,10 +145,10 @@ class Engine:
                 self._megatron = transformer_config(self.arch, config, layout)
                 self._megatron.finalize_model_grads_func = _finalize_sums
                 self._columns = Columns.of_this_rank(config.engine.sequence_parallel)
-                chunks = build_chunks(self.arch, self._megatron, layout, self._deferred)
+                chunks = build_chunks(self.arch, self._megatron, layout, self._deferred, self._fused)
                 if self._adapters:
                     lora.attach(chunks, self._table, self.arch, self._megatron, config, layout)
-                self._ddps, self._optimizer = wrap_for_training(chunks, self._megatron, config)
+                self._ddps, self._optimizer = wrap_for_training(chunks, self._megatron, config, fused=self._fused)
                 self._slots = rank_state.adam_slots(self._ddps, self._optimizer)
                 experts = self.arch.experts
                 self._side = SideState(self._ddps, experts.sparse, experts.count, layout) if experts else None
@@ -243,7 +244,7 @@ class Engine:
         elif self._adapters:
             self._reference = lora.AdapterReference(self._ddps)
         else:
-            chunks = build_chunks(self.arch, self._megatron, self.layout, self._deferred)
+            chunks = build_chunks(self.arch, self._megatron, self.layout, self._deferred, self._fused)
             frozen = [in_model_precision(c.requires_grad_(False), self._megatron).eval() for c in chunks]
             host_of = self.device if self.config.engine.offload.reference else None
             self._reference = rank_state.ReferenceCopy(frozen, self._ddps, host_of)
@@ -541,7 +542,7 @@ class Engine:
             "group": mpu.get_tensor_model_parallel_group() if self.layout.tp > 1 else None,
         }
         if weight is None:
-            logprobs, entropy = token_logprobs(last, **how)
+            logprobs, entropy = token_logprobs(last, fused="logprobs" in self._fused, **how)
         else:
             engine = self.config.engine
             logprobs, entropy = projected_logprobs(

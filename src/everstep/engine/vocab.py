@@ -37,12 +37,17 @@ class _VocabParallel(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         group: dist.ProcessGroup | None,
+        fused: bool,
     ) -> tuple[Tensor, Tensor]:
         positions, columns = logits.shape
         local = targets - first
         here = (local >= 0) & (local < columns)
         column = local.clamp(0, columns - 1)
 
+        ctx.temperature, ctx.with_entropy, ctx.fused = temperature, with_entropy, fused
+        if fused:
+            top, sums = _fused_sums(logits, column, here, temperature, with_entropy, group)
+            return _finish(ctx, logits, column, here, top, sums)
         top = logits.amax(dim=-1).float() / temperature  # (N,)
         if group is not None:
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
@@ -57,17 +62,17 @@ class _VocabParallel(torch.autograd.Function):
                 sums[2, part] = weights.mul_(shifted).sum(dim=-1)
         if group is not None:
             dist.all_reduce(sums, group=group)
-        log_z = sums[0].log()  # of the shifted x
-        logprobs = sums[1] - log_z
-        entropy = log_z - sums[2] / sums[0] if with_entropy else torch.zeros_like(logprobs)
-        ctx.save_for_backward(logits, column, here, top + log_z, entropy)
-        ctx.temperature, ctx.with_entropy = temperature, with_entropy
-        return logprobs, entropy
+        return _finish(ctx, logits, column, here, top, sums)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d_logprobs, d_entropy = grads
         logits, column, here, log_z, entropy = ctx.saved_tensors
+        if ctx.fused:
+            from everstep.engine import kernels
+
+            how = ctx.temperature, ctx.with_entropy
+            return kernels.row_gradient(logits, column, here, log_z, entropy, d_logprobs, d_entropy, *how), *[None] * 6
         d_logits = torch.empty_like(logits)
         for part in _slices(*logits.shape):
             log_p = logits[part].to(torch.float32, copy=True).div_(ctx.temperature).sub_(log_z[part, None])
@@ -79,7 +84,37 @@ class _VocabParallel(torch.autograd.Function):
             d_x = p.mul_(factor).neg_()
             d_x.scatter_add_(1, column[part, None], (d_logprobs[part] * here[part])[:, None])
             d_logits[part] = d_x.div_(ctx.temperature)
-        return d_logits, None, None, None, None, None
+        return d_logits, *[None] * 6
+
+
+def _finish(ctx: Any, logits: Tensor, column: Tensor, here: Tensor, top: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    log_z = sums[0].log()  # of the shifted x
+    logprobs = sums[1] - log_z
+    entropy = log_z - sums[2] / sums[0] if ctx.with_entropy else torch.zeros_like(logprobs)
+    ctx.save_for_backward(logits, column, here, top + log_z, entropy)
+    return logprobs, entropy
+
+
+def _fused_sums(
+    logits: Tensor, column: Tensor, here: Tensor, temperature: float, with_entropy: bool, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """(N,) maximum over all ranks, and the three sums relative to it. One pass over the logits: relative to this rank's own
+    maximum, then brought to that of all."""
+    from everstep.engine import kernels
+
+    own, sums = kernels.row_sums(logits, column, temperature, with_entropy)
+    top = own
+    if group is not None:
+        top = own.clone()
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        by = own - top
+        sums[2] = by.exp() * (sums[2] + by * sums[0])
+        sums[1] += by
+        sums[0] *= by.exp()
+    sums[1] *= here
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    return top, sums
 
 
 def token_logprobs(
@@ -91,15 +126,16 @@ def token_logprobs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     group: dist.ProcessGroup | None = None,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of the token that is the target of each position, and the entropy there.
 
     ``logits`` (B, S, v'): this rank's vocabulary columns, of which the first ``valid`` are real; ``first`` is the
     vocabulary index of column 0; ``targets`` (B, S). Returns float32 (B, S), equal on every rank of ``group`` (None:
-    the vocabulary is whole). Gradients flow to ``logits``.
+    the vocabulary is whole). Gradients flow to ``logits``. ``fused``: by the kernels of ``everstep.engine.kernels``.
     """
     flat = logits[..., :valid].reshape(-1, valid)
     logprobs, entropy = _VocabParallel.apply(
-        flat, targets.reshape(-1), first, float(temperature), with_entropy, group
+        flat, targets.reshape(-1), first, float(temperature), with_entropy, group, fused
     )
     return logprobs.view(targets.shape), entropy.view(targets.shape) if with_entropy else None

@@ -224,7 +224,8 @@ def _introduce(console: Console, config: Config, data: PreparedData, run_dir: Ru
     sizes = config.layout
     console.note(
         f"{config.recipe} of {config.model.path}, launcher {launcher}: {sizes.replicas} replicas of "
-        f"{sizes.tp * sizes.pp * sizes.dp} ranks (tp {sizes.tp}, pp {sizes.pp}, dp {sizes.dp}), {sizes.spares} spares; "
+        f"{derive.layout(config).ranks_per_replica} ranks (tp {sizes.tp}, cp {sizes.cp}, pp {sizes.pp}, dp {sizes.dp}, ep {sizes.ep}), "
+        f"{sizes.spares} spares; "
         f"{len(data.train)} training samples; folder {run_dir.path}"
     )
     for dataset in (data.train, data.eval, data.warmup):

@@ -245,12 +245,13 @@ class FaultInjector:
             "fault", step=fault.step, replica=replica, rank=rank, kind=fault.kind, phase=fault.phase, worker=worker,
             found=self._target.where(worker), done=done,
         )
-        self._struck.add(worker)
         if fault.kind == "partition":
             if not (done := self._target.cut(worker)):
                 return  # a spare that took the victim's place has a direct connection
+            self._struck.add(worker)
             emit(done)
         else:
+            self._struck.add(worker)
             emit(f"{SIGNALS[fault.kind].name} to process {self._target.process(worker)}")
             self._target.signal(worker, SIGNALS[fault.kind])
         with self._changed:

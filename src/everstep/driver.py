@@ -118,7 +118,7 @@ def _run(
     except KeyboardInterrupt as interrupt:
         interrupts.ignored = True
         status = "interrupted"
-        raise Interrupted(f"interrupted by {interrupt}; the processes were stopped" + _how_to_resume(config, run_dir)) from None
+        raise Interrupted(f"interrupted by {str(interrupt) or 'a signal'}; the processes were stopped" + _how_to_resume(config, run_dir)) from None
     except EverstepError as error:
         if events:
             events.emit("error", error=type(error).__name__, message=str(error))

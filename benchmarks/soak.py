@@ -8,7 +8,7 @@ which has done the imports. What is run and what strikes it is a function of (se
 one rank, of two by tensor, pipeline, context or data parallelism), the mode of recovery, exact or not, and a schedule as ``everstep
 chaos`` draws it. *When* within a phase a signal comes is up to the machine.
 
-A violation is: an invariant that the checker finds broken, a run that does not end, a process left behind, somebody dead whom nobody
+A violation is: an invariant that the checker finds broken, a run that does not end (this ends the soak), a process left behind, somebody dead whom nobody
 struck, or, in exact mode, final weights that differ in a bit from those of a run in which nobody died. Exit code 1 if there is any.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import functools
 import io
 import json
@@ -62,6 +63,7 @@ MODES: dict[str, tuple[str, ...]] = {
     "wait": ("recovery.mode=wait",),
 }
 GONE_S = 15.0
+RUN_S = 900.0  # far above any run, and above the sum of the deadlines that a stuck one would meet
 
 
 @dataclass
@@ -184,13 +186,17 @@ def undisturbed(shape: str, folder: Path) -> dict[str, str]:
 
 
 def _train(config: Config) -> EverstepError | None:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        try:
+    # A run that does not end ends the soak: where all threads stand goes to stderr, and the exit code is 1.
+    faulthandler.dump_traceback_later(RUN_S, exit=True, file=sys.__stderr__)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             driver.run(config, host=ForkedHost)
-        except Interrupted:
-            raise
-        except EverstepError as error:
-            return error
+    except Interrupted:
+        raise
+    except EverstepError as error:
+        return error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     return None
 
 

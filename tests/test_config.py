@@ -270,6 +270,10 @@ def test_the_trees_of_these_tests_are_possible(tree: dict[str, Any]) -> None:
             {"train__tokens_per_micro_batch": 4096, "rl__prompts_per_step": 2, "rl__samples_per_prompt": 2, "layout__dp": 5},
             r"=4 is too few for layout.dp\*layout.replicas=5\*1: .*raise it to 5",
         ),
+        (
+            {"train__tokens_per_micro_batch": 1 << 40, "layout__replicas": 2},
+            r"tokens_per_micro_batch=\d+ packs .* into 1 slot at most, too few for layout.replicas=2: lower it",
+        ),
         ({"rl__updates_per_pass": 3}, r"rl.updates_per_pass=3 does not divide rl.prompts_per_step\*rl.samples_per_prompt"),
         (
             {"rl__prompts_per_step": 2, "rl__samples_per_prompt": 2, "layout__replicas": 5},

@@ -289,6 +289,19 @@ def obey_views_of_a_former_life(patch) -> None:
     patch.setattr(Transaction, "_has_entered", lambda self, records: True)
 
 
+def leave_out_after_one_death(patch) -> None:
+    """Rule 16: the first replica that dies of a slot puts it in quarantine."""
+    death = Coordinator.death
+    patch.setattr(Coordinator, "death", lambda self, *args: (setattr(self, "_quarantine_after", 1), death(self, *args))[1])
+
+
+def count_what_was_dropped(patch) -> None:
+    """Rule 16: the commit lists samples in quarantine as used, too."""
+    record = Coordinator._record
+    patch.setattr(Coordinator, "_record", lambda self, kind, **parts: record(
+        self, kind, **parts | ({"samples": parts["samples"] + parts["dropped"]} if "dropped" in parts else {})))
+
+
 MUTATIONS = [
     (deal_anew_in_every_view, Setting()),
     (wait_for_the_commit_only, Setting()),
@@ -307,6 +320,8 @@ MUTATIONS = [
     (take_all_that_is_missing, Setting()),
     (join_without_healing, Setting(steps=5)),
     (obey_views_of_a_former_life, Setting(mode=Mode.WAIT, spares=2)),
+    (leave_out_after_one_death, SETTINGS["a slot that kills"]),
+    (count_what_was_dropped, SETTINGS["a slot that kills"]),
 ]
 
 

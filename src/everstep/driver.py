@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -118,25 +119,26 @@ def _run(
     except KeyboardInterrupt as interrupt:
         interrupts.ignored = True
         status = "interrupted"
-        raise Interrupted(f"interrupted by {interrupt}; the processes were stopped" + _how_to_resume(config, run_dir)) from None
+        raise Interrupted(f"interrupted by {str(interrupt) or 'a signal'}; the processes were stopped" + _how_to_resume(config, run_dir)) from None
     except EverstepError as error:
         if events:
             events.emit("error", error=type(error).__name__, message=str(error))
         raise
     finally:
         interrupts.ignored = True
-        if console:
-            console.stop()
-        if group:
-            if console and group.unfired_faults:
-                console.note(f"faults that never fired: {'; '.join(group.unfired_faults)}")
-            group.close()
-        if metrics:
-            metrics.close()
-        if events:
-            if status != "done":
-                events.emit("run_end", status=status)
-            events.close()
+        with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails
+            if events:
+                last_first.callback(events.close)
+                if status != "done":
+                    last_first.callback(events.emit, "run_end", status=status)
+            if metrics:
+                last_first.callback(metrics.close)
+            if group:
+                last_first.callback(group.close)
+                if console and group.unfired_faults:
+                    last_first.callback(console.note, f"faults that never fired: {'; '.join(group.unfired_faults)}")
+            if console:
+                last_first.callback(console.stop)
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------------
@@ -224,7 +226,8 @@ def _introduce(console: Console, config: Config, data: PreparedData, run_dir: Ru
     sizes = config.layout
     console.note(
         f"{config.recipe} of {config.model.path}, launcher {launcher}: {sizes.replicas} replicas of "
-        f"{sizes.tp * sizes.pp * sizes.dp} ranks (tp {sizes.tp}, pp {sizes.pp}, dp {sizes.dp}), {sizes.spares} spares; "
+        f"{derive.layout(config).ranks_per_replica} ranks (tp {sizes.tp}, cp {sizes.cp}, pp {sizes.pp}, dp {sizes.dp}, ep {sizes.ep}), "
+        f"{sizes.spares} spares; "
         f"{len(data.train)} training samples; folder {run_dir.path}"
     )
     for dataset in (data.train, data.eval, data.warmup):

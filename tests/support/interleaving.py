@@ -37,6 +37,7 @@ from everstep.telemetry.events import Event
 
 LIMIT = 6000  # actions; a schedule of these sizes that takes more goes in circles
 SERVED = 3    # chunks of a heal
+QUARANTINE_AFTER = 2  # deaths
 
 
 class Violation(AssertionError):
@@ -57,7 +58,7 @@ class Setting:
     kills: int = 2       # at most
     flaps: int = 0
     spoilt: int = 0      # contributions with a wrong bit in one rank's total, at most
-    poison: tuple[int, int] | None = None  # (step, slot): who computes it dies of it; two deaths, then quarantine
+    poison: tuple[int, int] | None = None  # (step, slot): who computes it dies of it, until it is in quarantine
 
 
 @dataclass
@@ -484,7 +485,7 @@ class World:
         self.called: set[Member] = set()
         self.reports: dict[tuple[str, Member | None], StepReport] = {}
         self.lead = MemoryEvents(self, "lead")
-        made = coordinator(1, 0, setting.min_replicas, setting.mode, setting.standbys_up_to, 2)
+        made = coordinator(1, 0, setting.min_replicas, setting.mode, setting.standbys_up_to, QUARANTINE_AFTER)
         self.log: list[Record] = []
         self.desk = Desk(made, self, self.lead, Listener(self._place, injected=lambda w: w in self.struck))  # type: ignore[arg-type]
         count = setting.replicas * setting.ranks
@@ -565,7 +566,7 @@ class World:
 
     def _notice(self, rank: Rank) -> None:
         rank.noticed = True
-        self.desk.expel(rank.worker, "killed")
+        self.desk.expel(rank.worker, "killed", ended=True)
 
     def _warm(self, rank: Rank, record: Record) -> bool:
         """All ranks of the position are at it, and live."""
@@ -729,6 +730,9 @@ class World:
         differ = [e for e in self.events if e.event == "void" and "held by" in e["cause"]]
         if differ:
             raise Violation(f"two members held one slot: {differ[0]}")
+        died = [e for e in self.events if e.event == "death" and e["worker"] not in self.struck]
+        if self.setting.poison and len({e["replica"] for e in died}) != QUARANTINE_AFTER:
+            raise Violation(f"not {QUARANTINE_AFTER} replicas died of slot {self.setting.poison[1]}: {died}")
 
 
 def at_random(seed: int, harm: float = 0.02) -> Callable[[list[Action]], Action]:

@@ -133,7 +133,7 @@ class Controller:
         self._repair = Repair(self, {m.replica: m for m in members}, spares, lambda: self._reference)
         for worker in list(self._server.dead):  # it died before there was a repair to be told
             self._repair.worker_died(worker)
-        self._host.watch(lambda worker: self.server.expel(worker, "process ended (pidfd)"))
+        self._host.watch(lambda worker: self.server.expel(worker, "process ended (pidfd)", ended=True))
         infos = self._host.infos
         target = LaunchedTarget(
             lambda: self.server, self._place_of, self._host.signal, lambda w: f"{infos[w].pid} on {infos[w].host}",
@@ -402,7 +402,7 @@ class Controller:
         """
         over: Callable[[Coordinator], bool] = lambda c: c.view.member(member.replica) != member
         if isinstance(error, ProcessEnded):
-            self.server.expel(worker, f"its process ended ({error})")
+            self.server.expel(worker, f"its process ended ({error})", ended=True)
             return True
         if isinstance(error, ReplicaBroken):
             return self.server.wait(over, _DEATH_CONFIRM_S)

@@ -12,6 +12,7 @@ import multiprocessing as mp
 import os
 import pickle
 import queue
+import select
 import signal
 import socket
 import threading
@@ -27,10 +28,10 @@ from everstep.cluster import environment
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.host import ProcessEnded, WorkerInfo, WorkerSpec, make_worker
 from everstep.cluster.namespaces import Bridge, Plug
-from everstep.cluster.processes import ProcessWatch, signal_pid, wait_gone
+from everstep.cluster.processes import ProcessWatch
 from everstep.cluster.slots import ListSlots
 from everstep.config.schema import Config
-from everstep.errors import BadInput, DeadlineExceeded, EverstepError
+from everstep.errors import BadInput, DeadlineExceeded, EverstepError, WorkerFailed
 
 if TYPE_CHECKING:
     from everstep.cluster.worker import Life
@@ -63,6 +64,9 @@ class _Child:
         self.process = context().Process(target=_serve, args=(spec, env, plug, prepare, theirs), name=spec.worker_id, daemon=True)
         self.process.start()
         self.pid: int = self.process.pid
+        self._pidfd: int | None = None  # the process itself: its number may be another's once the server process has reaped it
+        with contextlib.suppress(ProcessLookupError):
+            self._pidfd = os.pidfd_open(self.pid)
         theirs.close()
         self.started: Future[Any] = Future()
         self._lock = threading.Lock()
@@ -84,13 +88,36 @@ class _Child:
         self._outbox.put(pickle.dumps((number, *call)))
         return future
 
+    def signal(self, number: int) -> None:
+        """Nothing happens if the process is gone."""
+        with self._lock, contextlib.suppress(ProcessLookupError):
+            if self._pidfd is not None:
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def wait_gone(self, timeout_s: float) -> None:
+        """Returns once the process has ended. Raises DeadlineExceeded."""
+        if self._pidfd is None:
+            return
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        if not poll.poll(timeout_s * 1000):
+            raise DeadlineExceeded(f"worker {self.process.name} (process {self.pid}) did not die within {timeout_s:g} s")
+
+    def forget(self) -> None:
+        """Of a process that has ended: close what leads to it."""
+        with self._lock:
+            pidfd, self._pidfd = self._pidfd, None
+        if pidfd is not None:
+            os.close(pidfd)
+
     def _feed(self) -> None:
         with contextlib.suppress(OSError):  # its end is the listener's business
             while (message := self._outbox.get()) is not None:
                 self.pipe.send_bytes(message)
 
     def _listen(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
+        ended = f"process {self.pid} closed its pipe"
+        try:
             while True:
                 number, error, value = pickle.loads(self.pipe.recv_bytes())
                 with self._lock:
@@ -99,12 +126,16 @@ class _Child:
                     future.set_result(value)
                 else:
                     future.set_exception(error)
+        except (EOFError, OSError):
+            pass
+        except Exception as error:  # an answer that is none: nothing more can be understood from this process
+            ended = f"what process {self.pid} said could not be read ({type(error).__name__}: {error})"
         self._outbox.put(None)
         with self._lock:
             self._ended = True
             owed, self._calls = list(self._calls.values()), {}
         for future in owed:
-            future.set_exception(ProcessEnded(f"process {self.pid} closed its pipe"))
+            future.set_exception(ProcessEnded(ended))
 
 
 class ForkedHost:
@@ -136,6 +167,8 @@ class ForkedHost:
                 child.started.result(max(1.0, end - time.monotonic()))
             except TimeoutError:
                 raise DeadlineExceeded(f"worker {spec.worker_id} was not ready in {_START_S:g} s; see {spec.log_path}") from None
+            except ProcessEnded as ended:
+                raise WorkerFailed(f"worker {spec.worker_id} could not start ({ended}); see {spec.log_path}") from ended
             self.infos[spec.worker_id] = WorkerInfo(spec.worker_id, child.pid, socket.gethostname(), socket.gethostname())
 
     def watch(self, on_end: Callable[[str], None]) -> None:
@@ -159,7 +192,7 @@ class ForkedHost:
         return pending.result(0)
 
     def signal(self, worker: str, number: int) -> None:
-        signal_pid(self.infos[worker].pid, number)
+        self._children[worker].signal(number)
 
     def cut(self, worker: str) -> str:
         if not self._bridge:
@@ -168,19 +201,21 @@ class ForkedHost:
         return "the network interface of its namespace is down: nothing leaves it or reaches it, and nothing is reset"
 
     def end(self, worker: str) -> None:
-        pid = self._children[worker].pid
-        signal_pid(pid, signal.SIGKILL)
-        wait_gone(worker, pid, _END_S)
+        self._children[worker].signal(signal.SIGKILL)
+        self._children[worker].wait_gone(_END_S)
 
     def close(self) -> None:
-        if self._watch:
-            self._watch.close()
-        for child in self._children.values():
-            signal_pid(child.pid, signal.SIGKILL)
-        for worker, child in self._children.items():
-            wait_gone(worker, child.pid, _END_S)
-        if self._bridge:
-            self._bridge.close()
+        try:
+            if self._watch:
+                self._watch.close()
+            for child in self._children.values():
+                child.signal(signal.SIGKILL)
+            for child in self._children.values():
+                child.wait_gone(_END_S)
+                child.forget()
+        finally:
+            if self._bridge:
+                self._bridge.close()
 
 
 def _serve(

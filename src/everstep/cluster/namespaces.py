@@ -63,16 +63,20 @@ class Bridge:
         self.address = f"{self._network}.1"
         self._outer: dict[str, str] = {}
         _ip("link", "add", self._name, "type", "bridge")
-        _ip("addr", "add", f"{self.address}/24", "dev", self._name)
-        _ip("link", "set", self._name, "up")
+        try:
+            _ip("addr", "add", f"{self.address}/24", "dev", self._name)
+            _ip("link", "set", self._name, "up")
+        except BaseException:
+            self.close()
+            raise
 
     def plug(self, worker: str) -> Plug:
         """For one process that is about to start."""
         index = len(self._outer) + 2
         outer, inner = f"{self._name}o{index}", f"{self._name}i{index}"
         _ip("link", "add", outer, "type", "veth", "peer", "name", inner)
-        _ip("link", "set", outer, "master", self._name, "up")
         self._outer[worker] = outer
+        _ip("link", "set", outer, "master", self._name, "up")
         return Plug(outer, inner, f"{self._network}.{index}/24")
 
     def cut(self, worker: str) -> None:

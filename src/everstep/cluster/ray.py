@@ -145,10 +145,10 @@ class RayHost:
         with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails
             last_first.callback(self._leave_ray)
             last_first.callback(self._end_processes)
-            if self._group:
-                last_first.callback(remove_placement_group, self._group)
+            if self._group and self._config.ray.address:  # a Ray of our own ends with us
+                last_first.callback(_ask_ray, remove_placement_group, self._group)
             for actor in self._actors.values():
-                last_first.callback(ray.kill, actor, no_restart=True)
+                last_first.callback(_ask_ray, ray.kill, actor, no_restart=True)
             if self._watch:
                 last_first.callback(self._watch.close)
 
@@ -176,3 +176,10 @@ class RayHost:
         info = self.infos[worker]
         if info.host == socket.gethostname():  # elsewhere the signal was delivered by a task on that node
             wait_gone(worker, info.pid, timeout_s)
+
+
+def _ask_ray(act: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """At the end of a run. A signal to the whole process group (a terminal's, a service manager's) ends Ray's own processes too; what
+    Ray does not free any more ended with it, and workers of this machine are killed without it."""
+    with contextlib.suppress(RayError):
+        act(*args, **kwargs)

@@ -156,6 +156,11 @@ def _packed_sizes(config: Config, samples_key: str, samples: int, max_tokens: in
         )
     rows = -(-samples // (budget // max_tokens))
     slots = -(-rows // dp)
+    if slots < replicas:  # even if every sample had the greatest length
+        raise ConfigError(
+            f"train.tokens_per_micro_batch={budget} packs {samples_key}={samples} into {slots} slot{'s' * (slots != 1)} at most, too few "
+            f"for layout.replicas={replicas}: lower it, or raise {samples_key}"
+        )
     return StepSizes(samples, None, slots, _shares(slots, replicas), max_tokens, steps, budget)
 
 

@@ -387,7 +387,8 @@ class RecoveryConfig(Section):
         2,
         ge=0,
         description="Replicas that may die while they compute one and the same slot, before the step goes on without it and its samples "
-        "are listed as dropped. Deaths by fault injection do not count. 0: no limit.",
+        "are listed as dropped. A process counts that ended by itself; fault injection and silence do not. Needs as many replicas and "
+        "spares besides, to survive that. 0: no limit.",
     )
     min_replicas: int = Field(
         1,

@@ -332,10 +332,14 @@ def _experts(raw: Mapping[str, Any]) -> ExpertShape | None:
     count = raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"]
     layers = range(raw["num_hidden_layers"])
     dense, step = raw.get("mlp_only_layers") or (), raw.get("decoder_sparse_step", 1)
+    if step < 1:
+        raise BadInput(f"decoder_sparse_step={step} of the model's configuration must be at least 1: every so many layers one has experts")
     sparse = tuple(kind == "mixtral" or (n not in dense and count > 0 and (n + 1) % step == 0) for n in layers)
     if not any(sparse):
         return None
     ffn = raw["intermediate_size"] if kind == "mixtral" else raw["moe_intermediate_size"]
+    if not 1 <= raw["num_experts_per_tok"] <= count:
+        raise BadInput(f"num_experts_per_tok={raw['num_experts_per_tok']} of the model's configuration: a layer has {count} experts")
     return ExpertShape(count, raw["num_experts_per_tok"], ffn, sparse)
 
 

@@ -106,8 +106,9 @@ class Desk:
             if not any(worker in self.dead for worker in member.workers):
                 self._event(lambda: self.coordinator.joiner(member))
 
-    def expel(self, worker: str, cause: str) -> None:
-        """Take a worker out of every view. Idempotent; returns after the new view is published."""
+    def expel(self, worker: str, cause: str, ended: bool = False) -> None:
+        """Take a worker out of every view. Idempotent; returns after the new view is published. ``ended``: its process ended by
+        itself, maybe of what it was computing."""
         with self._changed:
             if worker in self.dead or self._closed:
                 return
@@ -116,7 +117,7 @@ class Desk:
         replica, rank = self._listener.place(worker)
         self._events.emit("death", step=self.coordinator.committed + 1, epoch=self.coordinator.view.epoch.key,
                           replica=replica, rank=rank, worker=worker, cause=cause)
-        computing = self._computing(worker)
+        computing = self._computing(worker) if ended else ()
         self._event(lambda: self.coordinator.death(worker, cause, computing))
         if session:
             session.close()
@@ -245,7 +246,7 @@ class Desk:
                 with self._changed:
                     self._sessions.pop(worker, None)  # it leaves in order; what follows is no death
             case "dying":
-                self.expel(worker, message["cause"])
+                self.expel(worker, message["cause"], ended=True)
             case "fault":
                 self._listener.on_word(worker, message["number"], message["word"])
             case other:

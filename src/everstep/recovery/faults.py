@@ -231,6 +231,13 @@ class FaultInjector:
         timer.start()
 
     def _strike(self, planned: _Planned, worker: str) -> None:
+        try:
+            self._do(planned, worker)
+        except Exception as error:  # the end of a thread: the run goes on, the fault is told as one that never fired
+            self._events.emit("error", step=planned.fault.step, error=type(error).__name__,
+                              message=f"fault injection, {describe(planned.fault)}: {error}")
+
+    def _do(self, planned: _Planned, worker: str) -> None:
         fault = planned.fault
         replica, rank = self._target.place(worker)
         expected = (-1, -1) if fault.phase == "spare" else (fault.replica, fault.rank)
@@ -245,12 +252,13 @@ class FaultInjector:
             "fault", step=fault.step, replica=replica, rank=rank, kind=fault.kind, phase=fault.phase, worker=worker,
             found=self._target.where(worker), done=done,
         )
-        self._struck.add(worker)
         if fault.kind == "partition":
             if not (done := self._target.cut(worker)):
                 return  # a spare that took the victim's place has a direct connection
+            self._struck.add(worker)
             emit(done)
         else:
+            self._struck.add(worker)
             emit(f"{SIGNALS[fault.kind].name} to process {self._target.process(worker)}")
             self._target.signal(worker, SIGNALS[fault.kind])
         with self._changed:

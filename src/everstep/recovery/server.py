@@ -128,7 +128,7 @@ class CoordinatorServer(Desk):
             with self._changed:
                 ours = self._sessions.get(worker) is session
             if ours and not self._closed:
-                self.expel(worker, f"process ended ({closed})")
+                self.expel(worker, f"process ended ({closed})", ended=True)
 
     def _silence_loop(self) -> None:
         """A rank that said nothing for ``silence_s`` is frozen, cut off, or has its interpreter lock stuck: expel it."""

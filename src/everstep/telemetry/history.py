@@ -93,6 +93,12 @@ class Record:
         """Events of this kind that belong to the attempt (step, epoch) which the commit made final."""
         return self._by_attempt.get((kind, commit.step, epoch_key(commit.epoch)), [])
 
+    def suspects(self, step: int | None) -> set[int]:
+        """Slots that a rank had begun to compute in this step which then died, struck by nobody."""
+        struck = {e.get("worker") for e in self.kind("fault")}
+        died = {e["worker"] for e in self.kind("death") if e.step == step and "worker" in e.fields} - struck
+        return {slot for e in self.kind("compute") if e.step == step and e.who in died for slot in e["slots"]}
+
     def given_by_the_dead(self, vote: Event, rank: int, slots: set[int]) -> list[int]:
         """Those of ``slots`` that a rank computed, in the deal of this vote, whose replica died in the step before it could vote."""
         if not slots:
@@ -231,6 +237,10 @@ def divisor_is_contribution(record: Record) -> tuple[str, bool]:
         dropped = commit.get("dropped") or []
         if bool(left_out) != bool(dropped):
             raise Broken(f"step {commit.step}: slots {sorted(left_out)} were left out, samples {dropped[:3]} are listed as dropped")
+        if both := sorted(set(dropped) & set(commit["samples"])):
+            raise Broken(f"step {commit.step}: samples {both[:3]} are listed as used and as dropped")
+        if innocent := sorted(left_out - record.suspects(commit.step)):
+            raise Broken(f"step {commit.step}: slots {innocent} were left out, but nobody died of them")
         held: dict[int, list[int]] = defaultdict(list)
         for vote in votes:
             held[vote["rank"]] += vote["held"]

@@ -14,10 +14,13 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from everstep.cluster.processes import pid_runs
 from everstep.errors import BadInput
 
 _CLONE_NEWNET = 0x40000000
 _IP_S = 10.0
+_LINKS = Path("/sys/class/net")
+_OWNER = "everstep "  # and the number of the process, as the alias of its bridge
 
 
 def refusal() -> str | None:
@@ -57,13 +60,17 @@ class Bridge:
     def __init__(self) -> None:
         if reason := refusal():
             raise BadInput(f"no network namespaces here: {reason}")
+        _remove_orphans()
         used = Path("/proc/net/fib_trie").read_text()
-        number = next(n for n in range(1, 255) if f"10.231.{n}.0" not in used)
+        number = next((n for n in range(1, 255) if f"10.231.{n}.0" not in used and not (_LINKS / f"evs{n}").exists()), None)
+        if number is None:
+            raise BadInput("no network namespaces here: 254 bridges evs1 to evs254 exist already; remove those that nobody uses (ip link del)")
         self._network, self._name = f"10.231.{number}", f"evs{number}"
         self.address = f"{self._network}.1"
         self._outer: dict[str, str] = {}
         _ip("link", "add", self._name, "type", "bridge")
         try:
+            _ip("link", "set", self._name, "alias", f"{_OWNER}{os.getpid()}")
             _ip("addr", "add", f"{self.address}/24", "dev", self._name)
             _ip("link", "set", self._name, "up")
         except BaseException:
@@ -89,6 +96,15 @@ class Bridge:
                 _ip("link", "del", outer)
         with contextlib.suppress(BadInput):
             _ip("link", "del", self._name)
+
+
+def _remove_orphans() -> None:
+    """Bridges whose owner was killed before it could remove them. Their veth pairs went with the namespaces of its children."""
+    for link in _LINKS.glob("evs*"):
+        with contextlib.suppress(OSError, ValueError, BadInput):  # not ours, or another process removes it just now
+            owner = (link / "ifalias").read_text().strip()
+            if owner.startswith(_OWNER) and not pid_runs(int(owner.removeprefix(_OWNER))):
+                _ip("link", "del", link.name)
 
 
 def _ip(*arguments: str, preexec: object = None) -> None:

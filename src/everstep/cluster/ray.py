@@ -54,6 +54,7 @@ class RayHost:
         self._group: Any = None
         self._watch: NodeWatches | None = None
         self._closed = False
+        self._own = not ray.is_initialized() and not config.ray.address  # Ray is started for this run, and ends with it
         self._leave_ray = start_ray(config, layout.devices)
         self.address = ray.util.get_node_ip_address() if config.ray.address else "127.0.0.1"
 
@@ -145,7 +146,7 @@ class RayHost:
         with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails
             last_first.callback(self._leave_ray)
             last_first.callback(self._end_processes)
-            if self._group and self._config.ray.address:  # a Ray of our own ends with us
+            if self._group and not self._own:  # a Ray of our own ends with us
                 last_first.callback(_ask_ray, remove_placement_group, self._group)
             for actor in self._actors.values():
                 last_first.callback(_ask_ray, ray.kill, actor, no_restart=True)

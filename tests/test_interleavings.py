@@ -49,7 +49,7 @@ SETTINGS = {
     "a slot that kills, exact, two ranks": Setting(kills=0, ranks=2, spares=1, poison=(2, 3), exact=True),
     "a slot that kills, retry": Setting(kills=0, poison=(1, 0), mode=Mode.RETRY),
 }
-FEW, MANY = 40, 600
+FEW, MANY = 25, 600
 
 
 @pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.full)])

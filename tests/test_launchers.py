@@ -167,6 +167,7 @@ def test_a_resumed_sft_run_ends_in_the_same_state(tmp_path: Path, ray_cluster: N
     assert books.exact and (books.first_step, books.last_step, books.steps_rolled_back) == (1, 12, [])
 
 
+@pytest.mark.full
 def test_a_resumed_grpo_run_ends_in_the_same_state(tmp_path: Path, ray_cluster: None) -> None:
     """From a step between, with a reference model; and after a death in the warm-up."""
     whole = finish(config(DEMO, tmp_path / "whole", *GRPO, "checkpoint.every_steps=2"))
@@ -228,7 +229,7 @@ def training(folder: Path, launcher: str) -> Iterator[tuple[subprocess.Popen[str
         process.communicate(timeout=10)
 
 
-@pytest.mark.parametrize(("launcher", "number"), [("ray", signal.SIGINT), ("ray", signal.SIGTERM), ("local", signal.SIGINT)])
+@pytest.mark.parametrize(("launcher", "number"), [pytest.param("ray", signal.SIGINT, marks=pytest.mark.full), ("ray", signal.SIGTERM), ("local", signal.SIGINT)])
 def test_an_interrupt_ends_everything_in_order(tmp_path: Path, launcher: str, number: signal.Signals) -> None:
     before = shared_memory()
     with training(tmp_path, launcher) as (process, token):

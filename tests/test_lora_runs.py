@@ -32,6 +32,7 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(torch.arange(4, 44)[None]).logits
 
 
+@pytest.mark.full
 def test_both_launchers_train_the_same_adapters(tmp_path: Path, ray_cluster: None) -> None:
     """With pipeline stages and full recomputation; and what the checkpoint holds is the model that was trained."""
     from peft import PeftModel

@@ -129,7 +129,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("ranks", list(CASES))
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.full) if n > 2 else n for n in CASES])
 def test_a_packed_step_is_an_unpacked_one(ranks: int) -> None:
     cases = CASES[ranks]
     for rank, results in enumerate(run_ranks(both, ranks, cases, join=False, deadline_s=100)):

@@ -103,7 +103,7 @@ CASES: dict[int, list[tuple[Layout, bool, dict[str, Any], dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", list(CASES))
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.full) if n > 2 else n for n in CASES])
 def test_every_layout_gives_the_numbers_of_whole_logits_and_never_makes_them(ranks: int) -> None:
     cases = CASES[ranks]
     for rank, results in enumerate(run_ranks(all_numbers, ranks, cases, join=False, deadline_s=100)):

@@ -158,7 +158,7 @@ def bad(tmp_path: Path, name: str) -> str:
         ("two ggufs", r"holds several GGUF files \(a\.gguf, b\.gguf\)"),
         ("broken gguf", r"a\.gguf is not a readable GGUF file"),
         ("broken json", r"config\.json cannot be read"),
-        ("other architecture", r"config\.json is not the configuration of a Llama, Qwen2 or Qwen3 model"),
+        ("other architecture", r"config\.json is not the configuration of a Llama, Qwen2, Qwen3, Qwen3-MoE or Mixtral model"),
     ],
 )
 def test_a_folder_that_holds_no_model(tmp_path: Path, name: str, says: str) -> None:

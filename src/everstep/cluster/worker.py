@@ -125,7 +125,7 @@ class StepWork:
 
     def compute(self, slots: tuple[int, ...]) -> Contribution:
         engine, dp = self._worker.engine, self._worker.position.dp
-        batches = [self._source.fetch(slot, dp).to(self._worker.device) for slot in slots]
+        batches = [self._source.fetch(slot, dp) for slot in slots]
         seeds = [_seed(self._worker.config.seed, self.step, slot, dp) for slot in slots]
         sums = engine.accumulate(batches, self._loss, seeds, self._temperature)
         self._worker.victim.spoil(self.step, gradients := engine.gradients())
@@ -416,7 +416,7 @@ class Worker:
         """Adds the tensor ``logprobs`` (``ref_logprobs`` for model="reference"), shape (B, T), float32."""
         name = "logprobs" if model == "policy" else "ref_logprobs"
         cut = micro_batches(batch, self.config.train)
-        results = self.engine.logprobs([micro.to(self.device) for _, micro in cut], temperature, model)
+        results = self.engine.logprobs([micro for _, micro in cut], temperature, model)
         if not results:  # not a collecting rank, or an empty batch
             return batch.slice(0, 0).with_tensors(**{name: torch.zeros(0, batch.width)})
         return batch.with_tensors(**{name: in_order(batch, [indices for indices, _ in cut], results)})

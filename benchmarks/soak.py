@@ -34,12 +34,12 @@ from pathlib import Path
 from everstep import driver
 from everstep.chaos import with_schedule
 from everstep.cluster.forked import ForkedHost
-from everstep.cluster.processes import pid_runs
+from everstep.cluster.processes import still_running
 from everstep.config.load import load_config
 from everstep.config.schema import Config
 from everstep.errors import EverstepError, Interrupted
 from everstep.recovery.faults import describe
-from everstep.telemetry.events import of_kind, read_events
+from everstep.telemetry.events import Event, of_kind, read_events
 from everstep.telemetry.history import check
 
 ROOT = Path(__file__).parents[1]
@@ -163,13 +163,11 @@ def one_run(seed: int, number: int, folder: Path) -> Result:
     struck = {f["worker"] for f in fired if f["kind"] != "nan"}
     if unstruck := [d["worker"] for d in deaths if d["worker"] not in struck]:
         result.violations.append(f"{unstruck} died, and nobody struck them\n      {told}")
-    if left := _left({e.pid for e in events if e.who != "lead"}):
+    if left := still_running({e.pid for e in events if e.who != "lead"}, GONE_S):
         result.violations.append(f"processes {left} were left behind")
     if not failure and config.recovery.exact:
         result.compared = True
-        last = of_kind(events, "verify")[-1]["hashes"]
-        bits = {name.split("/")[1]: digest for name, digest in last.items()}
-        if bits != undisturbed(shape, folder):
+        if final_bits(events) != undisturbed(shape, folder):
             result.violations.append(f"the final bits are not those of an undisturbed run\n      {told}")
     return result
 
@@ -181,8 +179,12 @@ def undisturbed(shape: str, folder: Path) -> dict[str, str]:
                      "recovery.min_replicas=1")
     if failure := _train(config):
         raise SystemExit(f"the undisturbed run of {shape} failed: {failure}")
-    last = of_kind(read_events(Path(config.run_dir) / "events"), "verify")[-1]["hashes"]
-    return {name.split("/")[1]: digest for name, digest in last.items()}
+    return final_bits(read_events(Path(config.run_dir) / "events"))
+
+
+def final_bits(events: Sequence[Event]) -> dict[str, str]:
+    """Hashes by position, of the last comparison of all ranks."""
+    return {name.split("/")[1]: digest for name, digest in of_kind(events, "verify")[-1]["hashes"].items()}
 
 
 def _train(config: Config) -> EverstepError | None:
@@ -198,13 +200,6 @@ def _train(config: Config) -> EverstepError | None:
     finally:
         faulthandler.cancel_dump_traceback_later()
     return None
-
-
-def _left(pids: set[int]) -> list[int]:
-    end = time.monotonic() + GONE_S
-    while (alive := [pid for pid in sorted(pids) if pid_runs(pid)]) and time.monotonic() < end:
-        time.sleep(0.05)
-    return alive
 
 
 if __name__ == "__main__":

@@ -39,8 +39,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from everstep.config.schema import FusedKernel
 from everstep.layout import Layout
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +52,7 @@ PEAK = {
     "L40S": 362e12, "L40": 181e12, "A6000": 155e12, "RTX 4090": 165e12,
 }  # fmt: skip
 DEADLINE_S = 1800.0  # of one layout, all switches together
-KERNELS = ("norm", "rope", "swiglu", "logprobs", "adam", "attention")
+KERNELS = get_args(FusedKernel)
 
 
 @dataclass(frozen=True)

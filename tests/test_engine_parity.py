@@ -5,6 +5,7 @@ Each process checks many things: a world costs more than a check.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -160,9 +161,13 @@ def check_gradients(rank: int, name: str) -> None:
 
 def check_one_rank(rank: int) -> None:
     """Every model on one rank, each in an engine of its own in the same process."""
+    check_models(rank, MODELS)
+
+
+def check_models(rank: int, names: Iterable[str]) -> None:
     from support.processes import join_world
 
-    for name in MODELS:
+    for name in names:
         join_world(0, 1, f"{name}-1")
         check_gradients(rank, name)
         join_world(0, 1, f"{name}-2")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.test_engine_parity import EXPERTS, build, check_against_transformers, check_gradients
+from tests.test_engine_parity import EXPERTS, build, check_against_transformers, check_models
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.errors import BadInput, ConfigError
@@ -115,11 +115,7 @@ def check_auxiliary_loss(rank: int) -> None:
 
 
 def check_one_rank(rank: int) -> None:
-    for name in EXPERTS:
-        join_world(0, 1, f"{name}-1")
-        check_gradients(rank, name)
-        join_world(0, 1, f"{name}-2")
-        check_against_transformers(rank, name, Layout(), sharded=True, steps=1)
+    check_models(rank, EXPERTS)
     check_files(rank)
     check_auxiliary_loss(rank)
 

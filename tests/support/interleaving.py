@@ -365,7 +365,7 @@ class MemoryHealing:
 
     def __init__(self, rank: Rank):
         self.rank = rank
-        self.serving: dict[Hashable, tuple[Rank, int, set[str]]] = {}
+        self._serves: list[Hashable] = []
 
     def _key(self, view: View, joiner: int) -> Hashable:
         return view.epoch, view.member(joiner), self.rank.position
@@ -405,7 +405,7 @@ class MemoryHealing:
             self.rank.world.streams[key] = self.rank, set()
 
     def finish(self) -> None:
-        for key in getattr(self, "_serves", []):
+        for key in self._serves:
             self.rank.wait("the joiner is served", lambda key=key: bool(self.rank.world.streams[key][1]) or self._stale())  # type: ignore[misc]
         self.forget()
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.cluster.host import Host
+from everstep.cluster.processes import still_running
 from everstep.config.load import load_config
 from everstep.config.schema import Config
 from everstep.driver import run
@@ -72,14 +72,4 @@ def command(arguments: Sequence[str], **env: str) -> subprocess.Popen[str]:
 
 def gone(pids: set[int], within_s: float = 15.0) -> bool:
     """Whether all these processes end (zombies count as ended) before the deadline."""
-    end = time.monotonic() + within_s
-    while (alive := {pid for pid in pids if _runs(pid)}) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not alive
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return not still_running(pids, within_s)

@@ -7,7 +7,6 @@ transaction are those of any other run. On the CPU only; CUDA survives no fork.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing as mp
 import os
 import pickle
@@ -28,7 +27,7 @@ from everstep.cluster import environment
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.host import ProcessEnded, WorkerInfo, WorkerSpec, make_worker
 from everstep.cluster.namespaces import Bridge, Plug
-from everstep.cluster.processes import ProcessWatch
+from everstep.cluster.processes import ProcessWatch, die_with_parent
 from everstep.cluster.slots import ListSlots
 from everstep.config.schema import Config
 from everstep.errors import BadInput, DeadlineExceeded, EverstepError, WorkerFailed
@@ -44,7 +43,6 @@ PRELOAD = [
 ]
 _START_S = 60.0
 _END_S = 30.0
-_PR_SET_PDEATHSIG = 1
 
 
 def context() -> Any:
@@ -222,7 +220,7 @@ def _serve(
     spec: WorkerSpec, env: dict[str, str], plug: Plug | None, prepare: Callable[[], None] | None, pipe: Connection
 ) -> None:
     """The process of one worker: its calls, one after the other."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the server process ends with the controller
+    die_with_parent(signal.SIGKILL)  # the server process ends with the controller
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from the terminal it goes to all; the controller ends us in order
     os.environ.update(env)
     if prepare:

@@ -7,14 +7,18 @@ still holds the socket; its end is noticed here, as quickly. What neither sees (
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from everstep.errors import DeadlineExceeded
+
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.002
 
 
 def signal_pid(pid: int, number: int) -> None:
@@ -31,13 +35,23 @@ def pid_runs(pid: int) -> bool:
         return False
 
 
+def die_with_parent(number: int) -> None:
+    """The kernel sends this process ``number`` when its parent dies, even of SIGKILL. Of a child to come: call it there before exec."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def still_running(pids: Collection[int], within_s: float) -> list[int]:
+    """Those that have not ended within this time (zombies count as ended); returns as soon as there is none."""
+    end = time.monotonic() + within_s
+    while (alive := [pid for pid in sorted(pids) if pid_runs(pid)]) and time.monotonic() < end:
+        time.sleep(_POLL_S)
+    return alive
+
+
 def wait_gone(worker: str, pid: int, timeout_s: float) -> None:
     """Returns once the process has ended. Raises DeadlineExceeded."""
-    end = time.monotonic() + timeout_s
-    while pid_runs(pid):
-        if time.monotonic() > end:
-            raise DeadlineExceeded(f"worker {worker} (process {pid} on {socket.gethostname()}) did not die within {timeout_s:g} s")
-        time.sleep(0.002)
+    if still_running([pid], timeout_s):
+        raise DeadlineExceeded(f"worker {worker} (process {pid} on {socket.gethostname()}) did not die within {timeout_s:g} s")
 
 
 class ProcessWatch:

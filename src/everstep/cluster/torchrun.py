@@ -16,8 +16,8 @@ found and killed; should we be killed ourselves, the kernel tells the agent (Lin
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
+import functools
 import json
 import logging
 import os
@@ -33,6 +33,7 @@ from pathlib import Path
 
 from everstep.cluster.environment import inside_torchrun, worker_environment
 from everstep.cluster.orphans import TOKEN, kill_all
+from everstep.cluster.processes import die_with_parent
 from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.errors import BadInput, ConfigError, EverstepError, Interrupted
@@ -46,7 +47,6 @@ _GRACE_S = 40.0  # torchrun gives its workers 30 s to end after a signal
 #: interrupts the others), unless the user did interrupt.
 _WORST_FIRST = (4, 2, 1, 3, 130)
 _WORST_FIRST_INTERRUPTED = (4, 2, 1, 130, 3)
-_PR_SET_PDEATHSIG = 1
 
 
 def launch(config: Config, program: Sequence[str], say: Callable[[str], None] | None = None) -> int:
@@ -79,7 +79,7 @@ def launch(config: Config, program: Sequence[str], say: Callable[[str], None] | 
             [sys.executable, "-m", "everstep.cluster.torchrun", *arguments],
             env=os.environ | worker_environment(config) | own,
             start_new_session=True,  # Ctrl-C reaches us alone; we pass it on once
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            preexec_fn=functools.partial(die_with_parent, signal.SIGTERM) if sys.platform == "linux" else None,
         )
         try:
             with _forwarding(agent) as interrupted:
@@ -166,11 +166,6 @@ def _cause(exits: Path, agent_code: int, interrupted: bool) -> tuple[int, str]:
     if agent_code == 0:
         return 0, ""
     return 3, f"torchrun ended unexpectedly (status {agent_code}); continue with resume=auto"
-
-
-def _die_with_parent() -> None:
-    """In the child, before exec: the kernel sends it SIGTERM when its parent dies, even of SIGKILL."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 # ---------------------------------------------------------------- the agent process

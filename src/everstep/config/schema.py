@@ -97,6 +97,9 @@ class OffloadConfig(Section):
     )
 
 
+FusedKernel = Literal["norm", "rope", "swiglu", "logprobs", "adam", "attention"]
+
+
 class EngineConfig(Section):
     distributed_optimizer: bool = Field(
         True,
@@ -122,7 +125,7 @@ class EngineConfig(Section):
         "computed chunk by chunk, and logits once more in backward. Saves memory where the vocabulary is large, for one more product "
         "with the output matrix. 0: all tokens of a micro-batch at once, logits kept for backward.",
     )
-    fused_kernels: Literal["auto", "none"] | list[Literal["norm", "rope", "swiglu", "logprobs", "adam", "attention"]] = Field(
+    fused_kernels: Literal["auto", "none"] | list[FusedKernel] = Field(
         "auto",
         description="Fused GPU kernels: `auto`: all that this device has and engine.deterministic allows; `none`; or a list of them: `norm`, "
         "`rope`, `swiglu`, `logprobs` (need triton), `adam`, `attention` (cuDNN's, not deterministic). Results agree within rounding.",

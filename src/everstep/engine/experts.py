@@ -71,8 +71,7 @@ class Travel:
         order = flat.argsort(stable=True)  # by expert
         rows = tokens[:, None].expand(-1, chosen.shape[1], -1).reshape(-1, tokens.shape[1])[order]
         counts = F.one_hot(flat, self.total).sum(0)  # (E,)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return self._sorted_through(experts, rows, counts)[back].view(*chosen.shape, -1)
+        return self._sorted_through(experts, rows, counts)[_inverse(order)].view(*chosen.shape, -1)
 
     def _sorted_through(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows sorted by expert, (N k, H), ``counts`` of each expert -> results in the same order."""
@@ -91,14 +90,18 @@ class Travel:
         # They came by rank, and of each rank by expert; the experts take them by expert, and of each expert by rank.
         number = torch.arange(self.held).repeat(len(mine)).repeat_interleave(mine.flatten())
         order = number.argsort(stable=True)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-        order, back = order.to(rows.device), back.to(rows.device)
+        order, back = order.to(rows.device), _inverse(order).to(rows.device)
         done = experts(came[order], mine.sum(0).tolist())[back]
         returned = _AllToAll.apply(done, receive, send, self.group)
         if self.tp == 1:
             return returned
         addends = returned.split([size * self.tp for size in to_ranks])
         return torch.cat([part.view(self.tp, size, rows.shape[1]).sum(0) for part, size in zip(addends, to_ranks, strict=True)])
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes ``order``."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 class _AllToAll(torch.autograd.Function):

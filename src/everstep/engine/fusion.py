@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from everstep.config.schema import FusedKernel
 from everstep.engine.layers import CausalAttention, RMSNorm
 from everstep.errors import BadInput
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from everstep.config.schema import EngineConfig
 
 WITH_TRITON = frozenset({"norm", "rope", "swiglu", "logprobs"})
-KERNELS = WITH_TRITON | {"adam", "attention"}
+KERNELS: frozenset[str] = frozenset(get_args(FusedKernel))
 _CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 

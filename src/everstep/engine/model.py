@@ -37,6 +37,7 @@ from everstep.engine.layers import (
 )
 from everstep.engine.moe import ExpertLayer
 from everstep.engine.projection import DeferredProjection
+from everstep.engine.source import sparse_layers
 from everstep.errors import BadInput
 from everstep.layout import Layout
 
@@ -164,10 +165,8 @@ def _experts(c: Any, aux_loss_coef: float | None) -> Experts | None:
         raise _refuse("router_jitter_noise", c.router_jitter_noise, "routing is a function of the token alone")
     count, chosen = c.num_local_experts, c.num_experts_per_tok
     mixtral = c.model_type == "mixtral"
-    sparse = tuple(
-        mixtral or (layer not in c.mlp_only_layers and count > 0 and (layer + 1) % c.decoder_sparse_step == 0)
-        for layer in range(c.num_hidden_layers)
-    )
+    dense, step = ((), 1) if mixtral else (c.mlp_only_layers, c.decoder_sparse_step)
+    sparse = sparse_layers(c.model_type, c.num_hidden_layers, count, dense, step)
     if not any(sparse):
         return None
     if not 1 <= chosen <= count:
@@ -334,8 +333,12 @@ def output_weight(chunks: Sequence[torch.nn.Module]) -> Tensor:
     return last.shared_embedding_or_output_weight() if last.share_embeddings_and_output_weights else last.output_layer.weight
 
 
+def _norm(fused: frozenset[str]) -> type[RMSNorm]:
+    return fusion.FusedRMSNorm if "norm" in fused else RMSNorm
+
+
 def _build_layer(arch: Architecture, sparse: bool, fused: frozenset[str]) -> ModuleSpec:
-    norm = fusion.FusedRMSNorm if "norm" in fused else RMSNorm
+    norm = _norm(fused)
     layer = get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     attention = layer.submodules.self_attention.submodules
@@ -362,7 +365,7 @@ def _build_chunk(
     tp = megatron.tensor_model_parallel_size
     model = GPTModel(
         megatron,
-        TransformerBlockSubmodules(layer_specs=specs, layer_norm=fusion.FusedRMSNorm if "norm" in fused else RMSNorm),
+        TransformerBlockSubmodules(layer_specs=specs, layer_norm=_norm(fused)),
         vocab_size=arch.padded_vocab(tp),
         max_sequence_length=arch.max_positions,
         pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),

@@ -19,6 +19,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
+from everstep.engine.vocab import from_sums, logit_gradient, over_ranks
+
 
 class DeferredProjection(nn.Module):
     """In the place of GPTModel's output layer: hands the hidden states on to whoever projects them, chunk by chunk.
@@ -65,24 +67,14 @@ class _Projected(torch.autograd.Function):
             shifted = _scaled_logits(hidden[part], weight, temperature)
             own[part] = shifted.amax(dim=-1)
             shifted.sub_(own[part, None])
-            sums[1, part] = shifted.gather(1, row[part, None]).squeeze(1) * here[part]
+            sums[1, part] = shifted.gather(1, row[part, None]).squeeze(1)
             weights = shifted.exp()
             sums[0, part] = weights.sum(dim=-1)
             if with_entropy:
                 sums[2, part] = weights.mul_(shifted).sum(dim=-1)
-        top = own
-        if group is not None:  # once for all chunks: bring what each rank has to the maximum of all
-            top = own.clone()
-            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-            by = own - top
-            sums[2] = by.exp() * (sums[2] + by * sums[0]) if with_entropy else 0.0
-            sums[1] += by * here
-            sums[0] *= by.exp()
-            dist.all_reduce(sums, group=group)
-        log_z = sums[0].log()  # of the shifted x
-        logprobs = sums[1] - log_z
-        entropy = log_z - sums[2] / sums[0] if with_entropy else torch.zeros_like(logprobs)
-        ctx.save_for_backward(hidden, weight, row, here, top + log_z, entropy)
+        top = over_ranks(own, sums, here, with_entropy, group)  # once for all chunks
+        log_z, logprobs, entropy = from_sums(top, sums, with_entropy)
+        ctx.save_for_backward(hidden, weight, row, here, log_z, entropy)
         ctx.temperature, ctx.with_entropy, ctx.chunk = temperature, with_entropy, chunk
         return logprobs, entropy
 
@@ -95,13 +87,9 @@ class _Projected(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for part in _chunks(len(hidden), ctx.chunk):
             log_p = _scaled_logits(hidden[part], weight, ctx.temperature).sub_(log_z[part, None])
-            p = log_p.exp()
-            factor = d_logprobs[part, None]
-            if ctx.with_entropy:
-                factor = factor + d_entropy[part, None] * log_p.add_(entropy[part, None])
-            d_x = p.mul_(factor).neg_()
-            d_x.scatter_add_(1, row[part, None], (d_logprobs[part] * here[part])[:, None])
-            d_logits = d_x.div_(ctx.temperature).to(weight.dtype)
+            d_logits = logit_gradient(
+                log_p, row[part], here[part], entropy[part], d_logprobs[part], d_entropy[part], ctx.temperature, ctx.with_entropy
+            ).to(weight.dtype)
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[part])
             if d_weight is not None and weight.dtype == torch.float32:

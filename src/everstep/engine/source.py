@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -330,17 +330,21 @@ def _experts(raw: Mapping[str, Any]) -> ExpertShape | None:
     if kind not in ("qwen3_moe", "mixtral"):
         return None
     count = raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"]
-    layers = range(raw["num_hidden_layers"])
-    dense, step = raw.get("mlp_only_layers") or (), raw.get("decoder_sparse_step", 1)
+    dense, step = raw.get("mlp_only_layers") or (), raw.get("decoder_sparse_step", 1)  # transformers' defaults
     if step < 1:
         raise BadInput(f"decoder_sparse_step={step} of the model's configuration must be at least 1: every so many layers one has experts")
-    sparse = tuple(kind == "mixtral" or (n not in dense and count > 0 and (n + 1) % step == 0) for n in layers)
+    sparse = sparse_layers(kind, raw["num_hidden_layers"], count, dense, step)
     if not any(sparse):
         return None
     ffn = raw["intermediate_size"] if kind == "mixtral" else raw["moe_intermediate_size"]
     if not 1 <= raw["num_experts_per_tok"] <= count:
         raise BadInput(f"num_experts_per_tok={raw['num_experts_per_tok']} of the model's configuration: a layer has {count} experts")
     return ExpertShape(count, raw["num_experts_per_tok"], ffn, sparse)
+
+
+def sparse_layers(kind: str, layers: int, experts: int, dense: Collection[int], step: int) -> tuple[bool, ...]:
+    """For every layer whether it has experts. ``dense``, ``step``: Qwen3-MoE's mlp_only_layers and decoder_sparse_step."""
+    return tuple(kind == "mixtral" or (n not in dense and experts > 0 and (n + 1) % step == 0) for n in range(layers))
 
 
 def _gguf_shape(path: Path) -> ModelShape:

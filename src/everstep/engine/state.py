@@ -83,6 +83,8 @@ def _slots_of(inner: Any, names: Mapping[torch.nn.Parameter, str]) -> dict[str, 
 
 
 def _buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator[Any]:
+    """Of all gradients of this rank, in a fixed order. With expert parallelism experts have buffers of their own, summed and cut over
+    other ranks than the rest."""
     return (buffer for ddp in chunks for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers))
 
 
@@ -104,13 +106,9 @@ def optimizer_memory(slots: Sequence[Slot]) -> Iterator[Tensor]:
         yield from (slot.adam["exp_avg"], slot.adam["exp_avg_sq"])
 
 
-def _buckets(chunks: list[DistributedDataParallel]) -> Iterator[tuple[Any, Any]]:
-    """(buffer, bucket) of all gradients of this rank, in a fixed order. With expert parallelism experts have buffers of their own,
-    summed and cut over other ranks than the rest."""
-    for ddp in chunks:
-        for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
-            for bucket in buffer.buckets:
-                yield buffer, bucket
+def _buckets(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[Any, Any]]:
+    """(buffer, bucket) of all gradients of this rank, in a fixed order."""
+    return ((buffer, bucket) for buffer in _buffers(chunks) for bucket in buffer.buckets)
 
 
 def gradient_shards(chunks: list[DistributedDataParallel]) -> list[Tensor]:

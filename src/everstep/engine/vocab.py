@@ -45,24 +45,29 @@ class _VocabParallel(torch.autograd.Function):
         column = local.clamp(0, columns - 1)
 
         ctx.temperature, ctx.with_entropy, ctx.fused = temperature, with_entropy, fused
-        if fused:
-            top, sums = _fused_sums(logits, column, here, temperature, with_entropy, group)
-            return _finish(ctx, logits, column, here, top, sums)
-        top = logits.amax(dim=-1).float() / temperature  # (N,)
-        if group is not None:
-            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-        # Rows: sum of exp(x - top), the target's x - top, sum of exp(x - top) * (x - top).
-        sums = torch.zeros(3, positions, dtype=torch.float32, device=logits.device)
-        for part in _slices(positions, columns):
-            shifted = logits[part].to(torch.float32, copy=True).div_(temperature).sub_(top[part, None])
-            sums[1, part] = shifted.gather(1, column[part, None]).squeeze(1) * here[part]
-            weights = shifted.exp()
-            sums[0, part] = weights.sum(dim=-1)
-            if with_entropy:
-                sums[2, part] = weights.mul_(shifted).sum(dim=-1)
-        if group is not None:
-            dist.all_reduce(sums, group=group)
-        return _finish(ctx, logits, column, here, top, sums)
+        if fused:  # one pass over the logits: relative to this rank's own maximum
+            from everstep.engine import kernels
+
+            own, sums = kernels.row_sums(logits, column, temperature, with_entropy)
+            top = over_ranks(own, sums, here, with_entropy, group)
+        else:
+            top = logits.amax(dim=-1).float() / temperature  # (N,)
+            if group is not None:
+                dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+            # Rows: sum of exp(x - top), the target's x - top, sum of exp(x - top) * (x - top).
+            sums = torch.zeros(3, positions, dtype=torch.float32, device=logits.device)
+            for part in _slices(positions, columns):
+                shifted = logits[part].to(torch.float32, copy=True).div_(temperature).sub_(top[part, None])
+                sums[1, part] = shifted.gather(1, column[part, None]).squeeze(1) * here[part]
+                weights = shifted.exp()
+                sums[0, part] = weights.sum(dim=-1)
+                if with_entropy:
+                    sums[2, part] = weights.mul_(shifted).sum(dim=-1)
+            if group is not None:
+                dist.all_reduce(sums, group=group)
+        log_z, logprobs, entropy = from_sums(top, sums, with_entropy)
+        ctx.save_for_backward(logits, column, here, log_z, entropy)
+        return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -76,45 +81,48 @@ class _VocabParallel(torch.autograd.Function):
         d_logits = torch.empty_like(logits)
         for part in _slices(*logits.shape):
             log_p = logits[part].to(torch.float32, copy=True).div_(ctx.temperature).sub_(log_z[part, None])
-            p = log_p.exp()
-            if ctx.with_entropy:
-                factor = d_logprobs[part, None] + d_entropy[part, None] * (log_p + entropy[part, None])
-            else:
-                factor = d_logprobs[part, None]
-            d_x = p.mul_(factor).neg_()
-            d_x.scatter_add_(1, column[part, None], (d_logprobs[part] * here[part])[:, None])
-            d_logits[part] = d_x.div_(ctx.temperature)
+            d_logits[part] = logit_gradient(
+                log_p, column[part], here[part], entropy[part], d_logprobs[part], d_entropy[part], ctx.temperature, ctx.with_entropy
+            )
         return d_logits, *[None] * 6
 
 
-def _finish(ctx: Any, logits: Tensor, column: Tensor, here: Tensor, top: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    log_z = sums[0].log()  # of the shifted x
-    logprobs = sums[1] - log_z
-    entropy = log_z - sums[2] / sums[0] if ctx.with_entropy else torch.zeros_like(logprobs)
-    ctx.save_for_backward(logits, column, here, top + log_z, entropy)
-    return logprobs, entropy
-
-
-def _fused_sums(
-    logits: Tensor, column: Tensor, here: Tensor, temperature: float, with_entropy: bool, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
-    """(N,) maximum over all ranks, and the three sums relative to it. One pass over the logits: relative to this rank's own
-    maximum, then brought to that of all."""
-    from everstep.engine import kernels
-
-    own, sums = kernels.row_sums(logits, column, temperature, with_entropy)
+def over_ranks(own: Tensor, sums: Tensor, here: Tensor, with_entropy: bool, group: dist.ProcessGroup | None) -> Tensor:
+    """(N,) maximum over all ranks; ``sums``, the three relative to this rank's ``own`` maximum, become those of all ranks relative
+    to it. ``here``: where the target is among this rank's entries, whose row of ``sums`` means nothing elsewhere."""
     top = own
     if group is not None:
         top = own.clone()
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
         by = own - top
-        sums[2] = by.exp() * (sums[2] + by * sums[0])
+        if with_entropy:
+            sums[2] = by.exp() * (sums[2] + by * sums[0])
         sums[1] += by
         sums[0] *= by.exp()
     sums[1] *= here
     if group is not None:
         dist.all_reduce(sums, group=group)
-    return top, sums
+    return top
+
+
+def from_sums(top: Tensor, sums: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(N,) each: Z, log-probabilities and entropies (zeros if not wanted), from the sums over all ranks."""
+    log_z = sums[0].log()  # of the shifted x
+    logprobs = sums[1] - log_z
+    return top + log_z, logprobs, log_z - sums[2] / sums[0] if with_entropy else torch.zeros_like(logprobs)
+
+
+def logit_gradient(
+    log_p: Tensor, column: Tensor, here: Tensor, entropy: Tensor, d_logprobs: Tensor, d_entropy: Tensor, temperature: float, with_entropy: bool
+) -> Tensor:
+    """d / dlogits, float32 (n, v), of some positions, from their log p (n, v), which is used up; the rest (n,)."""
+    p = log_p.exp()
+    factor = d_logprobs[:, None]
+    if with_entropy:
+        factor = factor + d_entropy[:, None] * log_p.add_(entropy[:, None])
+    d_x = p.mul_(factor).neg_()
+    d_x.scatter_add_(1, column[:, None], (d_logprobs * here)[:, None])
+    return d_x.div_(temperature)
 
 
 def token_logprobs(

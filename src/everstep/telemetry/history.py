@@ -222,6 +222,7 @@ def one_membership_per_epoch(record: Record) -> tuple[str, bool]:
 
 def divisor_is_contribution(record: Record) -> tuple[str, bool]:
     commits = record.kind("commit")
+    # Logs from before there was quarantine do not say that nothing was in it.
     quarantined = {epoch_key(e.epoch): e.get("quarantined", ()) for e in record.kind("view")}
     for commit in commits:
         votes = record.of_attempt("vote", commit)

@@ -30,11 +30,11 @@ from everstep.config.check import check
 from everstep.config.schema import Config
 from everstep.data import PreparedData
 from everstep.data import check as check_data
-from everstep.errors import EverstepError, Interrupted, InvariantViolated
+from everstep.errors import BadInput, EverstepError, Interrupted, InvariantViolated, RolledBack
 from everstep.recipes import grpo, sft
 from everstep.recipes.run import Run
 from everstep.recovery.view import Kind, Record
-from everstep.run_dir import RunDir, check_run_dir, prepare_run_dir
+from everstep.run_dir import RunDir, check_run_dir, open_run_dir, prepare_run_dir
 from everstep.telemetry.console import Console
 from everstep.telemetry.events import EventLog, read_events
 from everstep.telemetry.metrics import Metrics
@@ -69,9 +69,12 @@ def launch(config: Config | str | os.PathLike[str], overrides: Sequence[str] = (
 
 
 def run(
-    config: Config, *, program: Sequence[str] = (), clean: bool = False, host: Callable[[Config], Host] | None = None
+    config: Config, *, program: Sequence[str] = (), clean: bool = False, host: Callable[[Config], Host] | None = None,
+    attach: bool = False,
 ) -> int:
     """Run ``config.recipe`` from start (or checkpoint) to end; returns 0. Raises EverstepError.
+
+    ``attach``: take over the workers of a controller of this run that was killed, and go on after the last committed step.
 
     ``program``: the command that torchrun shall start on every rank, for ``launcher=local`` outside torchrun. ``host``: makes what
     starts the workers, in the place of Ray.
@@ -81,18 +84,22 @@ def run(
     inside = environment.inside_torchrun()
     if launcher == "ray" or not inside or os.environ.get("RANK") == "0":
         check(config)
-        check_run_dir(config, clean)
+        if attach:
+            check_attach(config, clean, launcher)
+        else:
+            check_run_dir(config, clean)
     if launcher == "local" and not inside:
         check_data(config)
         return torchrun.launch(config, program, lambda text: print(f"everstep: {text}", file=sys.stderr))
     with _Interrupts() as interrupts:
-        return _run(config, check_data(config), launcher, clean, interrupts, host)
+        return _run(config, check_data(config), launcher, clean, interrupts, host, attach)
 
 
 def _run(
-    config: Config, data: PreparedData, launcher: str, clean: bool, interrupts: _Interrupts, host: Callable[[Config], Host] | None
+    config: Config, data: PreparedData, launcher: str, clean: bool, interrupts: _Interrupts, host: Callable[[Config], Host] | None,
+    attach: bool,
 ) -> int:
-    run_dir, chosen, events = _enter(config, clean, launcher)
+    run_dir, chosen, events = _enter_again(config) if attach else _enter(config, clean, launcher)
     lead = events is not None
     console = Console(config.telemetry.progress, title=config.recipe) if lead else None
     metrics: Metrics | None = None
@@ -102,13 +109,18 @@ def _run(
         if console:
             _introduce(console, config, data, run_dir, chosen, launcher)
         on_record = _follow(console, run_dir, config.layout.replicas) if console else None
-        group = _start_group(config, launcher, run_dir, events, on_record, host)
+        group = _start_group(config, launcher, run_dir, events, on_record, host, attach)
         if lead:
-            metrics = Metrics(run_dir.path, config.telemetry.tensorboard, from_step=chosen.step)
+            metrics = Metrics(run_dir.path, config.telemetry.tensorboard, from_step=group.committed_step if attach else chosen.step)
         if chosen.path:
             group.load(chosen.path)
-        the_run = Run(config, group, data, console, metrics, events)
-        RECIPES[config.recipe](the_run)
+        while True:
+            the_run = Run(config, group, data, console, metrics, events)
+            try:
+                RECIPES[config.recipe](the_run)
+                break
+            except RolledBack as back:  # the recipe goes on from the state that it had at that step, as a resumed run would
+                the_run.note(str(back))
         digest = group.verify()
         status = "done"
         if console and events:
@@ -172,6 +184,26 @@ def _enter(config: Config, clean: bool, launcher: str) -> tuple[RunDir, Chosen, 
     return run_dir, chosen, events
 
 
+def check_attach(config: Config, clean: bool, launcher: str) -> None:
+    """What ``--attach`` refuses before it touches anything. Raises BadInput."""
+    if launcher != "ray":
+        raise BadInput(f"--attach: with launcher={launcher} workers do not outlive a rank's death; start again with resume=auto")
+    if clean:
+        raise BadInput("--clean deletes the run that --attach would go on with; give one of them")
+    if config.recovery.controller_grace_s <= 0:
+        raise BadInput("--attach needs recovery.controller_grace_s above 0, in the run that is taken over too; start again with resume=auto")
+    run_dir = open_run_dir(config.run_dir)
+    if differing := config_files.differing(config, run_dir.configs / "resolved.yaml"):
+        raise BadInput(
+            f"--attach: the run in {run_dir.path} was started with another {', '.join(differing)}; give the same configuration"
+        )
+
+
+def _enter_again(config: Config) -> tuple[RunDir, Chosen, EventLog]:
+    """The folder of a run that goes on with its workers: no new attempt."""
+    return open_run_dir(config.run_dir), Chosen("attach"), EventLog(open_run_dir(config.run_dir).events / "lead.jsonl", "lead")
+
+
 def _prepare(config: Config, clean: bool) -> tuple[RunDir, Chosen]:
     chosen = choose(local_folder(config.run_dir) / "checkpoints", config.resume)  # first: what is refused leaves no folder
     run_dir = prepare_run_dir(config, clean)
@@ -183,13 +215,13 @@ def _prepare(config: Config, clean: bool) -> tuple[RunDir, Chosen]:
 
 def _start_group(
     config: Config, launcher: str, run_dir: RunDir, events: EventLog | None, on_record: Any,
-    host: Callable[[Config], Host] | None = None,
+    host: Callable[[Config], Host] | None = None, attach: bool = False,
 ) -> Group:
     if launcher == "ray":
         from everstep.cluster.controller import Controller
 
         assert events is not None
-        return Controller(config, run_dir, events, (host or _ray_host)(config), on_record)
+        return Controller(config, run_dir, events, (host or _ray_host)(config), on_record, attach)
     from everstep.cluster.local import LocalGroup
 
     return LocalGroup(config, run_dir, events)
@@ -233,6 +265,9 @@ def _introduce(console: Console, config: Config, data: PreparedData, run_dir: Ru
     for dataset in (data.train, data.eval, data.warmup):
         if dataset and dataset.dropped:
             console.note(f"{dataset.key}: {len(dataset.dropped)} records left out, the first: {dataset.dropped[0].reason}")
+    if chosen.resume == "attach":
+        console.note("taking over from a controller that was killed")
+        return
     if config.resume != "never":
         console.note(chosen.explain())
     console.note("starting the processes")

@@ -23,6 +23,7 @@ OWN_ENTRIES = (
     "configs",
     "checkpoints",
     "commits.log",
+    "controller.json",
     "logs",
     "events",
     "tensorboard",

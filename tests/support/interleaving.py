@@ -428,7 +428,7 @@ class MemoryWork:
     """Slot i gives 1 to element i of the gradient (times position + 1) and weighs i + 1."""
 
     def __init__(self, rank: Rank, step: int):
-        self.rank, self.step, self.slots = rank, step, rank.world.setting.slots
+        self.rank, self.step, self.slots, self.incarnation = rank, step, rank.world.setting.slots, 1
         poison = rank.world.setting.poison
         self.poison = poison[1] if poison and poison[0] == step else None
 

@@ -7,9 +7,10 @@ included, goes over the coordinator's channel.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from everstep.checkpoint import saving
+from everstep.cluster import takeover
 from everstep.checkpoint.saving import SavedRun
 from everstep.checkpoint.sharded import Shard
 from everstep.cluster.batch import TrainingBatch
@@ -30,7 +32,7 @@ from everstep.cluster.slots import cut_slots, sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
 from everstep.cluster.worker import Formation, called_off
 from everstep.config import derive
-from everstep.config.schema import Config
+from everstep.config.schema import Config, Fault
 from everstep.engine.loss import LossSpec
 from everstep.errors import (
     BadInput,
@@ -41,6 +43,7 @@ from everstep.errors import (
     NotEnoughReplicas,
     ReplicaBroken,
 )
+from everstep.recovery import rendezvous
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.coordinator import Coordinator, Mode, State
 from everstep.recovery.desk import Listener
@@ -49,7 +52,7 @@ from everstep.recovery.proxy import Relay
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Kind, Member, Record
 from everstep.run_dir import RunDir
-from everstep.telemetry.events import EventLog
+from everstep.telemetry.events import EventLog, read_events
 
 T = TypeVar("T")
 _DEATH_CONFIRM_S = 30.0
@@ -77,12 +80,16 @@ class _Sharing:
 
 
 class Controller:
-    """The :class:`everstep.cluster.group.Group` of a run that has one controller. Closes ``host``, also if it cannot start."""
+    """The :class:`everstep.cluster.group.Group` of a run that has one controller. Closes ``host``, also if it cannot start.
+
+    ``attach``: in the place of starting workers, take over those of a dead controller of this run (recovery.controller_grace_s).
+    """
 
     is_lead = True
 
     def __init__(
-        self, config: Config, run_dir: RunDir, events: EventLog, host: Host, on_record: Callable[[Record], None] | None = None
+        self, config: Config, run_dir: RunDir, events: EventLog, host: Host, on_record: Callable[[Record], None] | None = None,
+        attach: bool = False,
     ):
         self.config, self._run_dir, self._events, self._host = config, run_dir, events, host
         self.layout = derive.layout(config)
@@ -97,17 +104,17 @@ class Controller:
         self._server: CoordinatorServer | None = None
         self.dispatch_bytes, self.dispatch_seconds = 0, 0.0
         try:
-            self._start()
+            self._start(attach)
         except BaseException:
             self.close()
             raise
 
     # -- start and end -------------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
+    def _start(self, attach: bool) -> None:
         config, recovery = self.config, self.config.recovery
         host = self._host.address
-        log = CommitLog(self._run_dir.path / "commits.log")
+        log = CommitLog(self._run_dir.path / "commits.log", attach)
         # Without recovery the first death leaves fewer replicas than the run needs.
         coordinator = Coordinator(
             log.incarnation, 0, recovery.min_replicas if recovery.enabled else self.layout.replicas, Mode(recovery.mode),
@@ -123,7 +130,11 @@ class Controller:
             recovery.heartbeat_s, judge(recovery), judge_every_s(recovery),
         )
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        if attach:
+            self._take_over(log, token)
+            return
         workers = self._start_workers(host, self._store.port, token)
+        self._announce(log.incarnation, token)
         per_replica = self.layout.ranks_per_replica
         members = [
             Member(replica, 0, tuple(workers[replica * per_replica : (replica + 1) * per_replica]))
@@ -133,13 +144,8 @@ class Controller:
         self._repair = Repair(self, {m.replica: m for m in members}, spares, lambda: self._reference)
         for worker in list(self._server.dead):  # it died before there was a repair to be told
             self._repair.worker_died(worker)
-        self._host.watch(lambda worker: self.server.expel(worker, "process ended (pidfd)", ended=True))
-        infos = self._host.infos
-        target = LaunchedTarget(
-            lambda: self.server, self._place_of, self._host.signal, lambda w: f"{infos[w].pid} on {infos[w].host}",
-            lambda: self._repair.spares if self._repair else [], self._relays, self._host.cut,
-        )
-        self._injector = FaultInjector(config.faults, target, self._events)
+        self._host.watch(self._process_ended)
+        self._injector = self._make_injector(config.faults)
         self._events.emit("spare_ready", spares=len(spares))
         failed = self.form([
             (worker, Formation(m.replica, rank, 0, m.workers, "weights", False))
@@ -149,6 +155,54 @@ class Controller:
             raise NotEnoughReplicas("; ".join(f"worker {w} could not start: {cause}" for w, cause in sorted(failed.items())))
         self._server.open(members)
 
+    def _take_over(self, log: CommitLog, token: str) -> None:
+        start, recovery = time.monotonic(), self.config.recovery
+        before = rendezvous.find(self._run_dir.path)
+        if before is None:
+            raise BadInput(f"--attach: {self._run_dir.path} has no workers that wait for a controller; start again with resume=auto")
+        written = read_events(self._run_dir.events)
+        self._host.attach(before.host)
+        self._announce(log.incarnation, token)
+        died: list[str] = []
+        self._host.watch(lambda worker: self._process_ended(worker) if self._repair else died.append(worker))
+        told = takeover.await_answers(self.server, self._host.infos, died, recovery.silence_s)
+        decided = takeover.decide(log.past, told, self._run_dir.path)
+        if decided.state is None:
+            raise BadInput(f"--attach: step {decided.last.view.committed} has no state of the recipe in the commit record; start again with resume=auto")
+        self._reference, self.recipe_state = decided.reference, decided.state
+        gone = {w for m in decided.lives.values() for w in m.workers if w not in told}
+        known = {e["worker"] for e in written if e.event == "death" and "worker" in e.fields}
+        self.server.dead |= {worker: "died before the takeover" for worker in gone & known}
+        self._repair = Repair(self, decided.lives, decided.spares, lambda: self._reference)
+        self._injector = self._make_injector(takeover.faults_left(self.config, written))
+        noted = max((e.step or 0 for e in written if e.event == "commit"), default=0)
+        self.server.take_over(decided.last, decided.commit, decided.members, self.layout.replicas, noted)
+        view = self.server.coordinator.view
+        self._events.emit("takeover", step=view.committed, epoch=view.epoch.key, incarnation=log.incarnation, workers=sorted(told),
+                          members=list(view.replicas), seconds=time.monotonic() - start)
+        self._repair.adopt(gone & known, decided.broken)
+        for worker in sorted((gone - known) | (set(self._host.infos) - set(told)) | set(died)):
+            self.server.expel(worker, "did not answer when its new controller took over")
+
+    def _announce(self, incarnation: int, token: str) -> None:
+        """Workers that outlive their controller must find the next one."""
+        if handle := self._host.handle():
+            assert self._store is not None
+            store = (self._host.address, self._store.port)
+            made = rendezvous.Announcement(incarnation, self._coordinator_address, store, token, os.getpid(), handle)
+            rendezvous.announce(self._run_dir.path, made)
+
+    def _make_injector(self, faults: Sequence[Fault]) -> FaultInjector:
+        infos = self._host.infos
+        target = LaunchedTarget(
+            lambda: self.server, self._place_of, self._host.signal, lambda w: f"{infos[w].pid} on {infos[w].host}",
+            lambda: self._repair.spares if self._repair else [], self._relays, self._host.cut,
+        )
+        return FaultInjector(faults, target, self._events)
+
+    def _process_ended(self, worker: str) -> None:
+        self.server.expel(worker, "process ended (pidfd)", ended=True)
+
     def _start_workers(self, host: str, port: int, token: str) -> list[str]:
         """All ranks, replica after replica, then the spares."""
         workers = [f"w{i}" for i in range(self.layout.devices)]
@@ -157,7 +211,7 @@ class Controller:
         self._host.start([
             WorkerSpec(
                 worker, self.config, self._relays[worker].address if worker in self._relays else self._coordinator_address, token,
-                (host, port), str(self._run_dir.events), str(self._run_dir.rank_log(index)),
+                (host, port), str(self._run_dir.events), str(self._run_dir.rank_log(index)), str(self._run_dir.path),
             )
             for index, worker in enumerate(workers)
         ])
@@ -173,6 +227,8 @@ class Controller:
             return
         self._closed = True
         with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails
+            if self._server:
+                last_first.callback(rendezvous.withdraw, self._run_dir.path)
             last_first.callback(self._host.close)
             for relay in self._relays.values():
                 last_first.callback(relay.close)
@@ -251,17 +307,20 @@ class Controller:
                 owed.give_up_call([worker for worker, _ in owing], method)
         return results
 
-    def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
+    def train_step(
+        self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, state: dict[str, Any] | None = None
+    ) -> StepResult:
         step = self.committed_step + 1
         slots = cut_slots(batch, self.config.train, self.layout.dp)
         share = _Sharing(self._host)
         shared = self._host.slots([[share(micro) for micro in slot] for slot in slots])
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + share.nbytes, self.dispatch_seconds + share.seconds
         self._prepare_faults(step)
-        self.server.begin(step, sample_ids(slots))
+        self.server.begin(step, sample_ids(slots), state)
         if self._injector:
             self._injector.begins(step)
         coordinator = self.server.coordinator
+        incarnation = coordinator.view.epoch.incarnation
         owed = Owed(self.server, self.config.recovery, f"its report of step {step}")
         pending: dict[Any, tuple[str, Member]] = {}
         called: set[Member] = set()  # a replica that comes back within the step is called in its new life
@@ -275,7 +334,7 @@ class Controller:
                         called.add(member)
                         life = (member.replica, member.build)
                         for worker in member.workers:
-                            call = self._host.submit(worker, life, "train_step", step, shared, loss, lr, temperature)
+                            call = self._host.submit(worker, life, "train_step", step, shared, loss, lr, temperature, incarnation)
                             pending[call] = worker, member
             else:
                 owing = [(worker, member) for worker, member in pending.values() if view.member(member.replica) == member]
@@ -337,7 +396,7 @@ class Controller:
         saved = saving.read(path, self.layout)
         self.call("pass_through", "load_shard", path, saved.step, saved.reference)
         self._reference = saved.reference
-        self.server.restart_at(saved.step)
+        self.server.restart_at(saved.step, saved.recipe_state)
         self.recipe_state = saved.recipe_state
         return saved.recipe_state
 

@@ -43,7 +43,7 @@ class Group(Protocol):
 
     config: Config
     layout: Layout
-    recipe_state: dict[str, Any]  # what a recipe saved with the checkpoint that was loaded; empty before load()
+    recipe_state: dict[str, Any]  # the recipe's at the step from which the group went on (checkpoint, takeover, rollback); empty at the start
     dispatch_bytes: int           # sent to the workers for calls and steps so far
     dispatch_seconds: float       # spent in sending it
 
@@ -66,8 +66,14 @@ class Group(Protocol):
         Raises WorkerFailed if the method raises, NotEnoughReplicas if nobody is left.
         """
 
-    def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
-        """One step transaction over ``batch`` (all of it, over all replicas). Returns after its commit was applied."""
+    def train_step(
+        self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, state: dict[str, Any] | None = None
+    ) -> StepResult:
+        """One step transaction over ``batch`` (all of it, over all replicas). Returns after its commit was applied.
+
+        ``state``: what ``recipe_state`` shall be for whoever goes on after exactly this step without a checkpoint (JSON, small: it is
+        part of the commit record). Raises RolledBack, which is the driver's business.
+        """
 
     def once(self, function: Callable[..., T], *args: Any) -> T:
         """``function(*args)`` computed in one place, its result known everywhere (rewards, files, anything not repeatable)."""

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
+from everstep.errors import CoordinatorLost
+from everstep.recovery import rendezvous
 
 if TYPE_CHECKING:
     from everstep.cluster.worker import Life, Slots, Worker
@@ -32,6 +34,7 @@ class WorkerSpec:
     store: tuple[str, int]
     events_dir: str
     log_path: str
+    run_dir: str
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,12 @@ class Host(Protocol):
 
     def start(self, specs: Sequence[WorkerSpec]) -> None:
         """One process for each, imports done. Raises BadInput (no room), DeadlineExceeded, or what a worker raised."""
+
+    def handle(self) -> dict[str, Any]:
+        """What another controller needs to reach these workers if this one dies (JSON); empty if they end with it."""
+
+    def attach(self, handle: Mapping[str, Any]) -> None:
+        """In the place of ``start``: reach the workers of a dead controller, those that live. Raises BadInput if nobody can."""
 
     def watch(self, on_end: Callable[[str], None]) -> None:
         """Call ``on_end(worker)`` on another thread as soon as a worker's process ends, from now on."""
@@ -89,8 +98,11 @@ class Host(Protocol):
         """End all processes, whatever state they are in."""
 
 
-def make_worker(spec: WorkerSpec) -> Worker:
-    """In the worker's own process: its output goes to its log from now on, its device is ready, its channel connected."""
+def make_worker(spec: WorkerSpec, abandon: Callable[[str], None] | None = None) -> Worker:
+    """In the worker's own process: its output goes to its log from now on, its device is ready, its channel connected.
+
+    ``abandon``: called once its coordinator is gone and no other one came in time; ends the process.
+    """
     _redirect_output(Path(spec.log_path))
     warnings.filterwarnings("ignore", module=r"torch|megatron|transformers")  # advice to developers of those
 
@@ -112,9 +124,23 @@ def make_worker(spec: WorkerSpec) -> Worker:
     else:
         cpu.apply()
     recovery = spec.config.recovery
-    control = Control(spec.coordinator, spec.token, spec.worker_id, recovery.heartbeat_s, fence_s=recovery.fence_s)
+    control = Control(
+        spec.coordinator, spec.token, spec.worker_id, recovery.heartbeat_s, fence_s=recovery.fence_s, grace_s=recovery.controller_grace_s
+    )
     events = EventLog(Path(spec.events_dir) / f"{spec.worker_id}.jsonl", spec.worker_id)
+    run_dir = Path(spec.run_dir)
+    control.find = lambda: rendezvous.find(run_dir)
+
+    def abandoned(cause: str) -> None:
+        events.emit("error", error="CoordinatorLost", message=cause)
+        (abandon or _exit)(cause)
+
+    control.on_abandoned = abandoned
     return Worker(spec.config, spec.worker_id, device, control, spec.store, events)
+
+
+def _exit(cause: str) -> None:
+    os._exit(CoordinatorLost.exit_code)  # without the interpreter's shutdown: groups of a broken world may wait in their destructors
 
 
 def _redirect_output(path: Path) -> None:

@@ -160,13 +160,15 @@ class LocalGroup:
             self._reference = True
         return how.collect(ranks, self._exchange(mine))
 
-    def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
+    def train_step(
+        self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, state: dict[str, Any] | None = None
+    ) -> StepResult:
         step = self.committed_step + 1
         slots = cut_slots(batch, self.config.train, self.layout.dp)
         if self._server and self._injector:
             self._injector.prepare(step)  # the others wait for this rank before they compute
-            self._server.begin(step, sample_ids(slots))
-        report = self._worker.run("train_step", (step, ListSlots(slots), loss, lr, temperature), {})
+            self._server.begin(step, sample_ids(slots), state)
+        report = self._worker.run("train_step", (step, ListSlots(slots), loss, lr, temperature, self._control.epoch.incarnation), {})
         reports = self._exchange(report)
         return combine(step, reports, reports[:1], loss, lr, len(slots), self._control.view)
 

@@ -48,6 +48,13 @@ class Repair:
         self._thread = threading.Thread(target=self._loop, name="repair", daemon=True)
         self._thread.start()
 
+    def adopt(self, gone: set[str], broken: list[int]) -> None:
+        """After a takeover: workers that are known to be gone, and replicas that must be formed anew."""
+        self._dead |= gone | {""}
+        self._broken += broken
+        for worker in ("", *sorted(gone)):  # no worker has that name: whatever is broken is looked at
+            self._queue.put(worker)
+
     def worker_died(self, worker: str) -> None:
         self._queue.put(worker)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,13 @@ from everstep.engine.groups import close_groups
 from everstep.engine.loss import LossFn, LossSpec
 from everstep.engine.offload import Part
 from everstep.engine.step import Engine
-from everstep.errors import CoordinatorLost, DeadlineExceeded, EverstepError, ReplicaBroken, WorkerFailed
+from everstep.errors import CoordinatorLost, DeadlineExceeded, EverstepError, ReplicaBroken, Superseded, WorkerFailed
 from everstep.layout import Position
 from everstep.recovery.control import Control
 from everstep.recovery.healing import Healing
 from everstep.recovery.ledger import Contribution
 from everstep.recovery.link import Link, Links
+from everstep.recovery.rendezvous import Announcement
 from everstep.recovery.replica import ReplicaWorld
 from everstep.recovery.transaction import StepReport, Total, Transaction
 from everstep.recovery.victim import Victim
@@ -73,6 +74,22 @@ class Formation:
     @property
     def life(self) -> Life:
         return self.replica, self.build
+
+
+class _StoreNow:
+    """The run's store as heals use it: after a takeover it is another one."""
+
+    def __init__(self, worker: Worker):
+        self._worker = worker
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._worker.store.check(keys))
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._worker.store.get(key))
+
+    def set(self, key: str, value: str) -> None:
+        self._worker.store.set(key, value)
 
 
 class Slots(Protocol):
@@ -119,8 +136,8 @@ class Kept:
 class StepWork:
     """One optimizer step as the transaction sees it (everstep.recovery.transaction.Work)."""
 
-    def __init__(self, worker: Worker, step: int, slots: Slots, loss: LossFn, lr: float, temperature: float):
-        self.step, self.slots = step, len(slots)
+    def __init__(self, worker: Worker, step: int, slots: Slots, loss: LossFn, lr: float, temperature: float, incarnation: int):
+        self.step, self.slots, self.incarnation = step, len(slots), incarnation
         self._worker, self._source, self._loss, self._lr, self._temperature = worker, slots, loss, lr, temperature
 
     def compute(self, slots: tuple[int, ...]) -> Contribution:
@@ -163,6 +180,7 @@ class Worker:
         self.layout = derive.layout(config)
         self.victim = Victim(worker_id, events, control.fault_word, lambda: "step {}, {}".format(*control.where))
         control.on_record, control.on_fenced = self._on_record, self._fenced
+        control.describe, control.on_adopted = self._describe, self._adopted
         control.on_order, control.on_phase = self.victim.obey, self.victim.enter
         events.emit("process_start", device=str(device))
 
@@ -266,7 +284,7 @@ class Worker:
         self._links = Links(build, self.config.recovery.link_timeout_s)
         world = ReplicaWorld(str(replica), size, self.config.recovery.step_timeout_s, self._is_broken)
         healing = Healing(
-            replica, rank, self.store, self.control.local_host, self._state, self.config.recovery.heal_timeout_s, self.events
+            replica, rank, cast(dist.Store, _StoreNow(self)), self.control.local_host, self._state, self.config.recovery.heal_timeout_s, self.events
         )
         self._transaction = Transaction(
             self.config.recovery, replica, formation.build, rank, self.worker_id, self.control, self._links, world, healing,
@@ -333,6 +351,24 @@ class Worker:
         formation = self._formation
         return formation is not None and self._entered.is_set() and not self.control.includes(self.worker_id, formation.build)
 
+    # -- another coordinator (on the control thread) -----------------------------------------------------------------------
+
+    def _describe(self) -> dict[str, Any]:
+        """What a coordinator that takes over must know: my place, and which step I hold or, with the total that I keep, can reach."""
+        formation, state, transaction = self._formation, self._state, self._transaction
+        holds = transaction.holds if transaction else None  # before the version: it is given up once that one is set
+        return {
+            "place": [formation.replica, formation.rank, formation.build] if formation and state else None,
+            "version": state.version if state else None,
+            "holds": [holds[0], *holds[1].key] if holds else None,
+            "reference": bool(formation and state and state.engine.has_reference),
+        }
+
+    def _adopted(self, announcement: Announcement) -> None:
+        """The dead controller's store is gone with it."""
+        self._store_address, self._store = announcement.store, None
+        self.events.emit("adopted", incarnation=announcement.incarnation)
+
     # -- calls ---------------------------------------------------------------------------------------------------------------
 
     def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], life: Life | None = None) -> Any:
@@ -353,7 +389,11 @@ class Worker:
         except ReplicaBroken:
             self.leave()
             raise
+        except Superseded:
+            raise
         except EverstepError:
+            if self.control.orphaned:
+                self.leave()
             raise
         except Exception as error:
             formation = self._formation
@@ -363,6 +403,8 @@ class Worker:
             if formation and isinstance(error, RuntimeError | ValueError) and len(formation.workers) > 1 and self._wait_broken():
                 self.leave()
                 raise ReplicaBroken(f"replica {formation.replica}: {error} (in {method})") from error
+            if self.control.orphaned:  # what a dead controller shared may be gone: the other ranks of the replica must not wait for me
+                self.leave()
             who = f"rank {formation.replica}/{formation.rank}" if formation else f"spare {self.worker_id}"
             what = f"step {args[0]}" if method == "train_step" else method
             raise WorkerFailed(f"{who} failed in {what}: {type(error).__name__}: {error}") from error
@@ -391,12 +433,15 @@ class Worker:
         while time.monotonic() < end:
             if self._is_broken():
                 return True
+            if self.control.orphaned:  # nobody can say so at present
+                return False
             time.sleep(0.01)
         return False
 
-    def train_step(self, step: int, slots: Slots, loss: LossSpec, lr: float, temperature: float) -> StepReport:
+    def train_step(self, step: int, slots: Slots, loss: LossSpec, lr: float, temperature: float, incarnation: int) -> StepReport:
+        """``incarnation``: of the coordinator beside the controller that calls; a call of a dead one is given up."""
         assert self._transaction is not None
-        report = self._transaction.run(StepWork(self, step, slots, loss.build(), lr, temperature))
+        report = self._transaction.run(StepWork(self, step, slots, loss.build(), lr, temperature, incarnation))
         sums, metrics = self.engine.read_sums(report.sums)
         return dataclasses.replace(report, sums=sums, metrics=metrics)
 

@@ -233,6 +233,11 @@ class Engine:
     def _next(self, tensors: Iterator[tuple[str, Tensor]]) -> tuple[str, Tensor] | None:
         return next(tensors, None)
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is a reference model."""
+        return self._reference is not None
+
     @_inside
     def keep_reference(self) -> None:
         """Keep the current weights as the reference model. It is never trained; it becomes part of ``state()``.

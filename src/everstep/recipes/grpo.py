@@ -80,7 +80,9 @@ def train(run: Run) -> None:
         batches = [batch for rl_pass in range(rl.passes) for batch in mini_batches(samples, config, iteration, rl_pass)]
         for update, batch in enumerate(batches, 1):
             lr = learning_rate(config.optimizer, group.committed_step + 1 - config.warmup.steps, rl.iterations * updates)
-            result = group.train_step(batch, loss, lr, config.rollout.temperature)
+            # Whoever goes on from the commit record alone has no samples of this iteration any more: it begins the next one.
+            after = {"prompts": prompts.state_dict(more=len(taken)), "iteration": iteration, "reference": has_reference}
+            result = group.train_step(batch, loss, lr, config.rollout.temperature, after)
             if update < updates:  # the last one is logged with the iteration, below
                 run.log(result.step, step_metrics(result, "actor"))
         prompts.mark_trained(len(taken))
@@ -111,7 +113,7 @@ def warm_up(run: Run, state: Callable[[], dict[str, Any]]) -> None:
     while group.committed_step < config.warmup.steps:
         watch = Stopwatch()
         batch = data.batch(stream.take(config.warmup.samples_per_step))
-        result = group.train_step(batch, sft.LOSS, config.warmup.lr)
+        result = group.train_step(batch, sft.LOSS, config.warmup.lr, state=state())
         stream.mark_trained(len(batch))
         tokens = sum(batch.token_counts())
         metrics = step_metrics(result, "train") | {"perf/total_num_tokens": float(tokens)}

@@ -27,7 +27,7 @@ def train(run: Run) -> None:
         watch = Stopwatch()
         batch = data.batch(stream.take(config.sft.samples_per_step))
         lr = learning_rate(config.optimizer, group.committed_step + 1, total)
-        result = group.train_step(batch, LOSS, lr)
+        result = group.train_step(batch, LOSS, lr, state={"stream": stream.state_dict(more=len(batch))})
         stream.mark_trained(len(batch))
         tokens = sum(batch.token_counts())
         metrics = step_metrics(result, "train") | {

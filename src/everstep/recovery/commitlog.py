@@ -10,22 +10,50 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from everstep.errors import BadInput, InvariantViolated
-from everstep.recovery.view import Kind, Record
+from everstep.recovery.view import Kind, Member, Record
 
 
 @dataclass(frozen=True)
 class Past:
-    """What an existing record says: the last incarnation and the last committed step (0: none)."""
+    """What an existing record says: the last incarnation and the last committed step (0: none). The rest is of the newest start of
+    the run, over all coordinators that took over since: its newest record and newest commit, the newest life of each replica, and the
+    recipe's state after each step that stands."""
 
     incarnation: int
     committed: int
+    last: Record | None = None
+    commit: Record | None = None
+    members: dict[int, Member] = field(default_factory=dict)
+    states: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+def _past(entries: list[dict[str, Any]]) -> Past:
+    start = max((i for i, e in enumerate(entries) if e["kind"] == "open" and not e.get("takeover")), default=0)
+    last = commit = None
+    members: dict[int, Member] = {}
+    states: dict[int, dict[str, Any]] = {}
+    for entry in entries[start:]:
+        if entry["kind"] == "open":
+            continue
+        last = Record.from_json(entry)
+        members |= {m.replica: m for m in last.view.members}
+        if last.kind is Kind.COMMIT:
+            commit = last
+        elif last.kind is Kind.ROLLBACK:
+            states = {step: state for step, state in states.items() if step <= last.step}
+            commit = None
+        if last.state is not None:
+            states[last.view.committed] = last.state
+    commits = [e["step"] for e in entries if e["kind"] == Kind.COMMIT]
+    incarnation = max((e["incarnation"] for e in entries), default=0)
+    return Past(incarnation, commits[-1] if commits else 0, last, commit, members, states)
 
 
 def _line(body: dict[str, Any]) -> bytes:
@@ -52,8 +80,9 @@ def read(path: Path) -> tuple[list[dict[str, Any]], int]:
 class CommitLog:
     """Raises BadInput if another coordinator holds the lease of this run."""
 
-    def __init__(self, path: Path, start_at: int | None = None):
-        """``start_at``: the committed step the run starts from (a checkpoint); entries of later steps are of an abandoned past."""
+    def __init__(self, path: Path, takeover: bool = False):
+        """``takeover``: the log goes on where a dead coordinator left it; else the run starts anew, maybe from a checkpoint, and what is
+        there is of an abandoned past."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -66,10 +95,9 @@ class CommitLog:
             ) from None
         entries, intact = read(path)
         os.ftruncate(self._fd, intact)
-        commits = [e["step"] for e in entries if e["kind"] == Kind.COMMIT]
-        self.past = Past(max((e["incarnation"] for e in entries), default=0), commits[-1] if commits else 0)
+        self.past = _past(entries)
         self.incarnation = self.past.incarnation + 1
-        self._append({"kind": "open", "incarnation": self.incarnation, "committed": start_at or 0})
+        self._append({"kind": "open", "incarnation": self.incarnation, "takeover": takeover})
 
     def write(self, record: Record) -> None:
         """Returns once the record is on disk."""

@@ -3,6 +3,9 @@
 The main thread never waits without a deadline; a lost coordinator ends every wait with :class:`CoordinatorLost`. Lost is one
 whose connection ended, and one from which nothing came for ``fence_s`` (its heartbeats come more often): this rank may have been
 expelled without being told, so it says and contributes nothing more.
+
+With ``grace_s`` such a rank is first an *orphan*: it leaves collectives and says nothing, but keeps what it has and looks for a
+coordinator of a higher incarnation, whom it then obeys; only without one for ``grace_s`` is the coordinator lost.
 """
 
 from __future__ import annotations
@@ -16,12 +19,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from everstep.errors import CoordinatorLost, DeadlineExceeded, Fenced
+from everstep.errors import BadInput, CoordinatorLost, DeadlineExceeded, Fenced
 from everstep.recovery import wire
+from everstep.recovery.rendezvous import Announcement
 from everstep.recovery.view import Epoch, Kind, Record, View, Vote
 
 #: Where a rank waits for others: a main thread that is inside one of these is held up, not holding up.
 _WAITING = (os.path.join("torch", "distributed"), os.path.join("recovery", "link.py"), os.path.join("recovery", "replica.py"))
+
+_LOOK_S = 0.05  # between two looks for another coordinator
 
 
 class Control:
@@ -29,19 +35,30 @@ class Control:
     they must not block on the main thread. ``on_phase(step, phase)`` is called on the main thread once a phase has been told,
     ``on_fenced(cause)`` on a thread of its own when the coordinator falls silent.
 
-    ``fence_s``: seconds of silence after which the coordinator is lost; None: never (it lives in this process).
+    ``fence_s``: seconds of silence after which the coordinator is lost; None: never (it lives in this process). ``grace_s``: seconds
+    in which another coordinator is waited for; ``find()``: the newest announcement of one; ``on_adopted(it)`` is called once it
+    accepted this rank, before its first record, ``on_abandoned(cause)`` once none came: it need not return. ``describe()``: what this
+    rank says of its place and state when it connects.
     """
+
+    _orphaned: str | None = None  # why this rank has no coordinator at present, but may find another one
 
     def __init__(
         self, address: tuple[str, int], token: str, worker: str, heartbeat_s: float, connect_timeout_s: float = 30.0,
-        fence_s: float | None = None,
+        fence_s: float | None = None, grace_s: float = 0.0,
     ):
         self.worker = worker
         self.on_record: Callable[[Record], None] = lambda record: None
         self.on_order: Callable[[dict[str, Any]], None] = lambda message: None
         self.on_phase: Callable[[int, str], None] = lambda step, phase: None
         self.on_fenced: Callable[[str], None] = lambda cause: None
-        self._heartbeat_s, self._fence_s = heartbeat_s, fence_s
+        self.find: Callable[[], Announcement | None] = lambda: None
+        self.describe: Callable[[], dict[str, Any]] = lambda: {}
+        self.on_adopted: Callable[[Announcement], None] = lambda announcement: None
+        self.on_abandoned: Callable[[str], None] = lambda cause: None
+        self._heartbeat_s, self._fence_s, self._grace_s = heartbeat_s, fence_s, grace_s
+        self._incarnation = 0  # of the coordinator that is obeyed; 0: the first one, whatever its number
+        self._leaving = False
         self._heard = time.monotonic()
         self._main: int | None = None  # the thread that goes through the phases
         self._records: list[Record] = []           # views and commits, in order
@@ -50,13 +67,21 @@ class Control:
         self._send_lock = threading.Lock()
         self._progress: dict[str, Any] = {"type": "progress", "step": 0, "phase": "idle", "detail": {}}
         self._lost: str | None = None
-        self._socket = socket.create_connection(address, timeout=connect_timeout_s)
-        wire.tune(self._socket)
-        self._socket.settimeout(None)
+        self._socket = self._connect(address, token, connect_timeout_s)
         self.local_host: str = self._socket.getsockname()[0]  # the address of this machine that the others can reach
-        wire.send(self._socket, {"token": token, "worker": worker, "pid": os.getpid(), "host": socket.gethostname()})
         threading.Thread(target=self._receive_loop, name="control-receive", daemon=True).start()
         threading.Thread(target=self._heartbeat_loop, name="control-heartbeat", daemon=True).start()
+
+    def _connect(self, address: tuple[str, int], token: str, timeout_s: float, **more: Any) -> socket.socket:
+        sock = socket.create_connection(address, timeout=timeout_s)
+        try:
+            wire.tune(sock)
+            sock.settimeout(None)
+            wire.send(sock, {"token": token, "worker": self.worker, "pid": os.getpid(), "host": socket.gethostname(), **more})
+        except BaseException:
+            sock.close()
+            raise
+        return sock
 
     # -- the log ---------------------------------------------------------------------------------------------------------
 
@@ -76,9 +101,9 @@ class Control:
         )
 
     def newer_than(self, number: int) -> bool:
-        """Without waiting: has a record above ``number`` arrived (or the coordinator been lost)?"""
+        """Without waiting: has a record above ``number`` arrived (or the coordinator gone)?"""
         records = self._records
-        return self._lost is not None or bool(records and records[-1].number > number)
+        return self._lost is not None or self._orphaned is not None or bool(records and records[-1].number > number)
 
     def hears_within(self, number: int, timeout_s: float) -> bool:
         """Waits for a record above ``number`` (or the loss of the coordinator); whether it came."""
@@ -94,6 +119,8 @@ class Control:
                     return found
                 if self._lost is not None:
                     raise CoordinatorLost(f"worker {self.worker} lost the coordinator ({self._lost}) while waiting for {what}")
+                if self._orphaned is not None:  # recovery.controller_grace_s is the deadline then
+                    end = time.monotonic() + timeout_s
                 left = end - time.monotonic()
                 if left <= 0:
                     raise DeadlineExceeded(f"worker {self.worker} waited {timeout_s:g} s for {what} from the coordinator")
@@ -103,6 +130,11 @@ class Control:
     def lost(self) -> str | None:
         """Why the coordinator is lost; None while it is not."""
         return self._lost
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether this rank has no coordinator at present, and looks for another one."""
+        return self._orphaned is not None
 
     def must_not_be_lost(self) -> None:
         """Raises CoordinatorLost; for waits that are not for the coordinator itself."""
@@ -166,6 +198,7 @@ class Control:
 
     def close(self) -> None:
         """Leave in order: the coordinator is told that this is no death."""
+        self._leaving = True
         if self._lost is None:
             with contextlib.suppress(Fenced):  # the coordinator closed first
                 self._send({"type": "bye"})
@@ -180,14 +213,28 @@ class Control:
 
     def _send(self, message: dict[str, Any]) -> None:
         self.must_not_be_lost()
+        if self._orphaned is not None:
+            return  # nobody to tell: another coordinator is told where this rank is, and takes no other word of before
         try:
             with self._send_lock:
                 wire.send(self._socket, message)
         except wire.Closed as closed:
+            if self._grace_s > 0:
+                return  # the receiving thread sees the same, and looks for another coordinator
             self._lose(str(closed))
             raise CoordinatorLost(f"worker {self.worker} lost the coordinator ({closed})") from closed
 
     def _receive_loop(self) -> None:
+        while True:
+            cause = self._receive()
+            if self._leaving or self._lost is not None or not self._find_another(cause):
+                break
+        self._lose(cause)
+        if self._grace_s > 0 and not self._leaving:
+            self.on_abandoned(f"no coordinator for {self._grace_s:g} s (recovery.controller_grace_s) after: {cause}")
+
+    def _receive(self) -> str:
+        """Until the connection ends; returns how."""
         try:
             while True:
                 message = wire.receive(self._socket)
@@ -204,15 +251,50 @@ class Control:
                     with self._changed:
                         if self._records and record.number <= self._records[-1].number:
                             raise wire.Closed(f"record {record.number} after {self._records[-1].number}: not our coordinator")
+                        self._incarnation = record.view.epoch.incarnation
                         self._records.append(record)
                         del self._records[:-256]  # only the recent past is ever asked for
                         self._changed.notify_all()
                 self.on_record(record)
         except wire.Closed as closed:
-            self._lose(str(closed))
+            return str(closed)
         except Exception as error:  # the end of a thread: a rank that hears nothing more must not go on
             self._lose(f"{type(error).__name__}: {error}")
             raise
+
+    def _find_another(self, cause: str) -> bool:
+        """Look for a coordinator of a higher incarnation; whether one accepted this rank within the grace."""
+        with self._changed:
+            self._orphaned = cause
+            self._changed.notify_all()
+        end = time.monotonic() + self._grace_s
+        while time.monotonic() < end and not self._leaving:
+            try:
+                found = self.find()
+                if found is not None and found.incarnation > self._incarnation:
+                    self._adopt(found)
+                    return True
+            except (OSError, wire.Closed, BadInput):  # not there yet, or gone again, or its file is being written
+                pass
+            time.sleep(_LOOK_S)
+        return False
+
+    def _adopt(self, found: Announcement) -> None:
+        records = self._records
+        commit = next((r.to_json() for r in reversed(records) if r.kind is Kind.COMMIT), None)
+        state = {"last": records[-1].to_json() if records else None, "commit": commit, **self.describe()}
+        sock = self._connect(found.coordinator, found.token, 5.0, state=state)
+        with self._send_lock:
+            old, self._socket = self._socket, sock
+        with contextlib.suppress(OSError):
+            old.close()
+        self._heard, self._incarnation, self._last_build = time.monotonic(), found.incarnation, 0
+        self.on_adopted(found)
+        with self._changed:
+            self._orphaned = None
+            self._changed.notify_all()
+        with contextlib.suppress(Fenced):
+            self._send(self._progress)
 
     def _heartbeat_loop(self) -> None:
         now = time.monotonic()
@@ -222,9 +304,10 @@ class Control:
             late = now - before - self._heartbeat_s
             if late > self._heartbeat_s:  # this process was suspended itself, or starved: it could not have heard anybody
                 self._heard += late
-            if self._fence_s is not None and now - self._heard > self._fence_s:
+            if self._orphaned is None and self._fence_s is not None and now - self._heard > self._fence_s:
                 self._fence(f"nothing was heard from it for {self._fence_s:g} s (recovery.fence_s)")
-                return
+                if self._grace_s <= 0:
+                    return
             try:
                 self._send(self._progress | {"waits": self._waits()})
             except Fenced:
@@ -242,7 +325,12 @@ class Control:
         return False
 
     def _fence(self, cause: str) -> None:
-        self._lose(cause)
+        if self._grace_s > 0:
+            with self._changed:
+                self._orphaned = cause
+                self._changed.notify_all()
+        else:
+            self._lose(cause)
         with contextlib.suppress(OSError):  # if it lives, and hears us, it learns at once that we are out
             self._socket.shutdown(socket.SHUT_RDWR)
         self.on_fenced(cause)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from everstep.errors import EverstepError, WorkerFailed
 from everstep.recovery import wire
-from everstep.recovery.coordinator import Coordinator
+from everstep.recovery.coordinator import TAKEOVER, Coordinator
 from everstep.recovery.progress import Judge
 from everstep.recovery.view import Kind, Member, Record, Vote
 from everstep.telemetry.events import EventLog
@@ -75,8 +75,10 @@ class Desk:
         self._sessions: dict[str, Session] = {}
         self._latest: dict[str, Any] | None = None  # the last view or commit, for a rank that connects later
         self._healing: frozenset[int] = frozenset()
+        self._noted = 0  # the last step whose commit event is written already
         self.progress: dict[str, Progress] = {}
         self.dead: dict[str, str] = {}
+        self.told: dict[str, dict[str, Any]] = {}  # by ranks that obeyed another coordinator before, when they connected
         self.failure: EverstepError | None = None
         self._closed = False
 
@@ -88,14 +90,28 @@ class Desk:
             for worker in [w for m in members for w in m.workers if w in self.dead]:  # it died after it was formed
                 self._event(lambda dead=worker: self.coordinator.death(dead, self.dead[dead]))  # type: ignore[misc]
 
-    def restart_at(self, step: int) -> None:
-        """The members hold step ``step`` of a checkpoint; only before the first step of this run."""
-        self._event(lambda: self.coordinator.restart_at(step))
+    def take_over(self, last: Record, commit: Record | None, members: list[Member], replicas: int, noted: int) -> None:
+        """As :meth:`Coordinator.take_over`. ``noted``: the last step whose commit the dead coordinator's event log has."""
+        self._noted = noted
+        self._event(lambda: self.coordinator.take_over(last, commit, members, replicas))
+        for worker in [w for m in members for w in m.workers if w in self.dead]:  # it died since it said what it holds
+            self._event(lambda dead=worker: self.coordinator.death(dead, self.dead[dead]))  # type: ignore[misc]
 
-    def begin(self, step: int, slots: tuple[tuple[str, ...], ...]) -> None:
-        """Step ``step`` begins, with the samples (ids) of each of its slots."""
+    def rollback(self, step: int, members: list[Member], cause: str, state: dict[str, Any] | None) -> None:
+        """As :meth:`Coordinator.rollback`."""
         with self._changed:
-            self.coordinator.begin(step, slots)
+            self._event(lambda: self.coordinator.rollback(step, members, cause, state))
+            for worker in [w for m in members for w in m.workers if w in self.dead]:
+                self._event(lambda dead=worker: self.coordinator.death(dead, self.dead[dead]))  # type: ignore[misc]
+
+    def restart_at(self, step: int, state: dict[str, Any] | None = None) -> None:
+        """The members hold step ``step`` of a checkpoint; only before the first step of this run."""
+        self._event(lambda: self.coordinator.restart_at(step, state))
+
+    def begin(self, step: int, slots: tuple[tuple[str, ...], ...], state: dict[str, Any] | None = None) -> None:
+        """Step ``step`` begins, with the samples (ids) of each of its slots; ``state``: the recipe's once it is committed."""
+        with self._changed:
+            self.coordinator.begin(step, slots, state)
         view = self.coordinator.view
         self._events.emit("begin", step=step, epoch=view.epoch.key, members=list(view.replicas),
                           samples=[sample for slot in slots for sample in slot])
@@ -186,7 +202,12 @@ class Desk:
         view, members = record.view, list(record.view.replicas)
         if self._judge and record.kind is not Kind.BUILD:
             self._judge.view(view.members, view.healing, time.monotonic())
+        if record.cause == TAKEOVER:
+            self._events.emit("view", step=view.committed, epoch=view.epoch.key, members=members, healing=[], cause=record.cause,
+                              deal=view.deal.number, dealt=list(view.deal.replicas), quarantined=[])
         match record.kind:
+            case Kind.COMMIT if record.cause == TAKEOVER and record.step <= self._noted:
+                pass  # sent again, for those that did not hear it
             case Kind.COMMIT:
                 assert record.epoch is not None
                 self._events.emit("commit", step=record.step, epoch=record.epoch.key, kind=str(record.outcome),
@@ -201,7 +222,11 @@ class Desk:
                         self._events.emit("join", step=record.step, epoch=view.epoch.key, replica=replica,
                                           members=list(view.contributors))
                 self._healing = view.healing
-            case Kind.VIEW:
+            case Kind.VIEW if record.cause == TAKEOVER:
+                pass
+            case Kind.VIEW | Kind.ROLLBACK:
+                if record.kind is Kind.ROLLBACK:
+                    self._events.emit("rollback", step=record.step, epoch=view.epoch.key, members=members, cause=record.cause)
                 self._events.emit("view", step=view.committed, epoch=view.epoch.key, members=members,
                                   healing=sorted(view.healing), cause=record.cause, deal=view.deal.number,
                                   dealt=list(view.deal.replicas), quarantined=list(view.quarantined))
@@ -211,11 +236,14 @@ class Desk:
 
     # -- what ranks say ---------------------------------------------------------------------------------------------------
 
-    def connect(self, worker: str, session: Session, pid: int, host: str) -> bool:
-        """A rank's connection; False if it is refused: the worker is expelled, or has one already."""
+    def connect(self, worker: str, session: Session, pid: int, host: str, told: dict[str, Any] | None = None) -> bool:
+        """A rank's connection; False if it is refused: the worker is expelled, or has one already. ``told``: what a rank says that
+        obeyed another coordinator before."""
         with self._changed:
             if self._closed or worker in self.dead or worker in self._sessions:
                 return False
+            if told is not None:
+                self.told[worker] = told
             if self._latest:
                 session.put(self._latest)
             self._sessions[worker] = session

@@ -117,7 +117,7 @@ class CoordinatorServer(Desk):
         sock.settimeout(None)
         worker = str(hello["worker"])
         session = _Session(worker, sock)
-        if not self.connect(worker, session, hello["pid"], hello["host"]):
+        if not self.connect(worker, session, hello["pid"], hello["host"], hello.get("state")):
             sock.close()
             return
         threading.Thread(target=session.write_loop, name=f"coordinator-to-{worker}", daemon=True).start()

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 
 from everstep.config.schema import RecoveryConfig
-from everstep.errors import Fenced, LedgersDiffer, LinkBroken, ReplicaBroken
+from everstep.errors import Fenced, LedgersDiffer, LinkBroken, ReplicaBroken, Superseded
 from everstep.recovery import heal
 from everstep.recovery.control import Control
 from everstep.recovery.healing import Healing
@@ -72,6 +72,7 @@ class Work(Protocol):
 
     step: int
     slots: int
+    incarnation: int  # of the coordinator beside the controller that called the step
 
     def compute(self, slots: tuple[int, ...]) -> Contribution:
         """Zero the buffers, one forward/backward over these slots, one finalize."""
@@ -112,10 +113,11 @@ class Transaction:
         self._since = 0.0
         self._computed = 0                # slots of the step in progress that this replica computed
         self._dealt: int | None = None    # and those that it was first dealt
+        self.holds: tuple[int, Epoch] | None = None  # the total (step, epoch) that was voted for and is kept, until it is applied
 
     def run(self, work: Work) -> StepReport:
         """One committed step. Raises ReplicaBroken (a rank of my replica is gone), Fenced (I am expelled or the coordinator
-        is lost), DeadlineExceeded."""
+        is lost), Superseded (another controller calls the step anew), DeadlineExceeded."""
         self._seconds, self._since = {}, time.monotonic()
         self._computed, self._dealt = 0, None
         ledger: Ledger = SlotLedger() if self._config.exact else SumLedger()
@@ -123,7 +125,7 @@ class Transaction:
         try:
             while True:
                 self._enter(Phase.BEGIN, work.step)
-                record = self._agree_on_view(work.step)
+                record = self._agree_on_view(work.step, work.incarnation)
                 if not record.view.deal.lives:  # nothing is computed until the dead are replaced
                     self._control.after(record.number, self._config.step_timeout_s, "a view that deals slots")
                     continue
@@ -144,8 +146,10 @@ class Transaction:
                             f"step {work.step} was committed in epoch {decision.epoch}, this rank holds the total of {total.epoch}"
                         )
                     return self._finish(work, decision.outcome, total, attempts)
+                self.holds = None
                 self._void(record, work.step, decision.cause)
         finally:
+            self.holds = None
             self._healing.forget()
             self._enter(Phase.IDLE, work.step)
 
@@ -162,17 +166,20 @@ class Transaction:
 
     # -- one attempt -----------------------------------------------------------------------------------------------------
 
-    def _agree_on_view(self, step: int) -> Record:
+    def _agree_on_view(self, step: int, incarnation: int) -> Record:
         """The newest record that any rank of my replica has seen; all ranks of the replica act on this one.
 
         The call of a step may arrive before the view that lets this life of the replica in: that view is waited for.
         """
         current = self._control.wait_for(
-            lambda records: records[-1] if records[-1].view.committed >= step - 1 and self._has_entered(records) else None,
+            lambda records: records[-1] if records[-1].view.committed >= step - 1 and self._has_entered(records)
+            and records[-1].view.epoch.incarnation >= incarnation else None,
             self._config.step_timeout_s, f"the commit of step {step - 1}, and a view with build {self._build} of replica {self._replica}",
         )
         number = max(n for (n,) in self._world.agree((current.number,), f"the view of step {step}"))
         record = self._control.numbered(number, self._config.step_timeout_s)
+        if record.view.epoch.incarnation > incarnation:
+            raise Superseded(f"step {step} was called beside coordinator {incarnation}, which is gone; the next one calls it anew")
         member = record.view.member(self._replica)
         if member is None or member.build != self._build:
             raise ReplicaBroken(f"replica {self._replica} is not in view {record.view.epoch}: {record.cause}")
@@ -287,6 +294,7 @@ class Transaction:
         self._tell("vote", work.step, view.epoch, deal=view.deal.number, ledger=list(slots), held=list(ledger.held),
                    divisor=total.divisor, finite=finite, grad_norm=total.grad_norm, digest=digest)
         bits = struct.unpack("<q", struct.pack("<d", total.grad_norm))[0]
+        self.holds = (work.step, view.epoch)
         self._control.vote(Vote(self._worker, work.step, view.epoch, digest, total.divisor, bits, finite, slots))
 
     def _finish(self, work: Work, outcome: Outcome, total: Total, attempts: int) -> StepReport:

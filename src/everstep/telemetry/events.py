@@ -160,6 +160,22 @@ EVENTS: dict[str, EventKind] = {
         "replica rank",
         epoch=True,
     ),
+    "takeover": _kind(
+        "lead",
+        "Another controller took over from a dead one, after `step`. `members`: replicas that hold it, `workers`: those that answered.",
+        "members workers incarnation seconds",
+        step=True,
+        epoch=True,
+    ),
+    "adopted": _kind("rank", "The process, whose coordinator was gone, obeys another one now.", "incarnation"),
+    "rollback": _kind(
+        "lead",
+        "No living replica held the last committed step: members went back to `step`, commits after it are void and their samples used "
+        "again.",
+        "members cause",
+        step=True,
+        epoch=True,
+    ),
     "spare_used": _kind("lead", "A spare takes the place of a dead rank.", "replica rank spare"),
     "spare_ready": _kind("lead", "A spare is warm; `spares` counts the warm ones.", "spares"),
     "link_build": _kind("lead", "A link is being built over these members.", "link members"),

@@ -18,8 +18,8 @@ redone                  slots of the step that survivors computed after the deat
 Steps: a step is lost if it is missing between the first and the last commit, doubled if it was committed twice, or
 applied twice by one process. Samples: lost if begun (``begin``) in a step that the run went past without committing
 them (``commit``) or dropping them with a reason (``drop``); doubled if committed twice in the same ``rl_pass``.
-A restart from a checkpoint (``run_start`` with a lower ``step``) takes commits back: those are counted apart, as
-rolled back, and their samples may be used again.
+A restart from a checkpoint (``run_start`` with a lower ``step``), and a ``rollback`` to a copy of an older step, take commits back:
+those are counted apart, as rolled back, and their samples may be used again.
 """
 
 from __future__ import annotations
@@ -149,16 +149,17 @@ def account(events: Sequence[Event]) -> Account:
     for event in events:
         step = event.step
         match event.event:
-            case "run_start":
+            case "run_start" | "rollback":
                 assert step is not None
                 taken_back = sorted(k for k in commits if k > step)
                 rolled_back.extend(taken_back)
                 for k in taken_back:
                     del commits[k]
                 begun = {k: samples for k, samples in begun.items() if k <= step}
-                applied = Counter()
+                applied = Counter()  # whoever lives on applies the steps after it again
                 doubled_steps -= set(taken_back)
-                first = step + 1 if first is None else min(first, step + 1)
+                if event.event == "run_start":
+                    first = step + 1 if first is None else min(first, step + 1)
                 finished = False
             case "begin":
                 assert step is not None

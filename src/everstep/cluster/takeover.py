@@ -1,0 +1,121 @@
+"""What a controller makes of the log and the workers of a dead one (docs/protocol.md, rule 7). :func:`decide` is pure.
+
+The new coordinator takes the maximum of the durable record and of what living ranks heard, sends the last commit again, and goes on
+with the replicas of which every rank lives and holds that step, or the total of it. All other living workers are repaired like the
+ranks of a broken replica.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everstep.config.schema import Config, Fault
+from everstep.errors import BadInput
+from everstep.recovery.commitlog import Past
+from everstep.recovery.server import CoordinatorServer
+from everstep.recovery.view import Member, Record
+from everstep.telemetry.events import Event
+
+_POLL_S = 0.005
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a living rank said when it connected (``everstep.cluster.worker.Worker._describe``, and its newest records)."""
+
+    last: Record | None
+    commit: Record | None
+    place: tuple[int, int, int] | None            # (replica, rank, build)
+    version: int | None                           # the step that it holds; None: dirty, or none
+    holds: tuple[int, tuple[int, int]] | None     # (step, epoch) of the total that it keeps
+    reference: bool
+
+    @staticmethod
+    def parse(said: Mapping[str, Any]) -> Told:
+        record: Callable[[str], Record | None] = lambda key: Record.from_json(said[key]) if said[key] else None
+        holds = said["holds"]
+        return Told(
+            record("last"), record("commit"), tuple(said["place"]) if said["place"] else None, said["version"],
+            (holds[0], (holds[1], holds[2])) if holds else None, said["reference"],
+        )
+
+    def reaches(self, step: int, commit: Record | None) -> bool:
+        """Whether the rank holds ``step``, or the total that ``commit`` makes final."""
+        if self.version == step:
+            return True
+        return commit is not None and commit.epoch is not None and self.holds == (step, commit.epoch.key)
+
+
+@dataclass(frozen=True)
+class Decision:
+    last: Record                  # the newest record that is known anywhere
+    commit: Record | None         # of the last committed step
+    members: list[Member]         # replicas that go on
+    lives: dict[int, Member]      # the newest life of every replica
+    spares: list[str]
+    reference: bool
+    state: dict[str, Any] | None  # the recipe's, after the last committed step
+
+    @property
+    def broken(self) -> list[int]:
+        kept = {m.replica for m in self.members}
+        return sorted(replica for replica in self.lives if replica not in kept)
+
+
+def decide(past: Past, told: Mapping[str, Told], run_dir: Path) -> Decision:
+    """Raises BadInput if there was never a view to go on from."""
+    known = [past.last, past.commit, *(r for t in told.values() for r in (t.last, t.commit))]
+    records = [record for record in known if record is not None]
+    if not records:
+        raise BadInput(f"{run_dir}: the controller died before its group was complete; start again with resume=auto or --clean")
+    last = max(records, key=lambda r: r.number)
+    step = last.view.committed
+    commit = next((r for r in records if r.step == step and r.epoch is not None), None)
+    lives = _lives(past.members | {m.replica: m for m in last.view.members}, told)
+    members = [
+        m for m in lives.values()
+        if all(
+            w in told and told[w].place == (m.replica, rank, m.build) and told[w].reaches(step, commit)
+            for rank, w in enumerate(m.workers)
+        )
+    ]
+    placed = {w for m in lives.values() for w in m.workers}
+    state = commit.state if commit and commit.state is not None else past.states.get(step)
+    return Decision(
+        last, commit, members, lives, sorted(set(told) - placed), any(t.reference for t in told.values()), state if step else {}
+    )
+
+
+def _lives(recorded: Mapping[int, Member], told: Mapping[str, Told]) -> dict[int, Member]:
+    """The newest life of each replica; one that was being formed is known from its ranks alone, by name or not at all."""
+    lives = dict(recorded)
+    for worker, said in told.items():
+        if said.place is None:
+            continue
+        replica, rank, build = said.place
+        life = lives.get(replica)
+        if life is None or build > life.build:
+            life = dataclasses.replace(life, build=build) if life else Member(replica, build, (worker,))
+        if build == life.build and rank < len(life.workers):
+            life = dataclasses.replace(life, workers=(*life.workers[:rank], worker, *life.workers[rank + 1 :]))
+        lives[replica] = life
+    return lives
+
+
+def await_answers(server: CoordinatorServer, workers: Collection[str], died: Collection[str], timeout_s: float) -> dict[str, Told]:
+    """What the living workers say; those that say nothing for so long are missing."""
+    end = time.monotonic() + timeout_s
+    while set(workers) - set(server.told) - set(died) and time.monotonic() < end:
+        time.sleep(_POLL_S)
+    return {worker: Told.parse(said) for worker, said in sorted(server.told.items()) if worker not in died}
+
+
+def faults_left(config: Config, events: list[Event]) -> list[Fault]:
+    """Of the fault schedule, what the dead controller did not do."""
+    done = {(e.step, e["kind"], e["phase"], e["replica"], e["rank"]) for e in events if e.event == "fault"}
+    return [f for f in config.faults if (f.step, f.kind, f.phase, f.replica, f.rank) not in done]

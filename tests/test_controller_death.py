@@ -5,7 +5,6 @@ Controllers and workers are forked from one process that has done the imports, s
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import time
@@ -21,13 +20,11 @@ from everstep.cluster import forked
 from everstep.cluster.forked import ForkedHost
 from everstep.config.schema import Config
 from everstep.driver import run
-from everstep.errors import BadInput
 from everstep.recovery import rendezvous
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.desk import Desk
 from everstep.recovery.view import Kind
 from everstep.telemetry.events import read_events
-from everstep.telemetry.history import check
 
 pytestmark = [pytest.mark.timeout(200)]
 

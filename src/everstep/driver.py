@@ -33,6 +33,7 @@ from everstep.data import check as check_data
 from everstep.errors import BadInput, EverstepError, Interrupted, InvariantViolated, RolledBack
 from everstep.recipes import grpo, sft
 from everstep.recipes.run import Run
+from everstep.recovery import rendezvous
 from everstep.recovery.view import Kind, Record
 from everstep.run_dir import RunDir, check_run_dir, open_run_dir, prepare_run_dir
 from everstep.telemetry.console import Console
@@ -193,6 +194,8 @@ def check_attach(config: Config, clean: bool, launcher: str) -> None:
     if config.recovery.controller_grace_s <= 0:
         raise BadInput("--attach needs recovery.controller_grace_s above 0, in the run that is taken over too; start again with resume=auto")
     run_dir = open_run_dir(config.run_dir)
+    if rendezvous.find(run_dir.path) is None:
+        raise BadInput(f"--attach: in {run_dir.path} nobody waits for a controller; start again with resume=auto")
     if differing := config_files.differing(config, run_dir.configs / "resolved.yaml"):
         raise BadInput(
             f"--attach: the run in {run_dir.path} was started with another {', '.join(differing)}; give the same configuration"
@@ -221,16 +224,17 @@ def _start_group(
         from everstep.cluster.controller import Controller
 
         assert events is not None
-        return Controller(config, run_dir, events, (host or _ray_host)(config), on_record, attach)
+        made = host(config) if host else _ray_host(config, rendezvous.find(run_dir.path) if attach else None)
+        return Controller(config, run_dir, events, made, on_record, attach)
     from everstep.cluster.local import LocalGroup
 
     return LocalGroup(config, run_dir, events)
 
 
-def _ray_host(config: Config) -> Host:
+def _ray_host(config: Config, before: rendezvous.Announcement | None) -> Host:
     from everstep.cluster.ray import RayHost
 
-    return RayHost(config, derive.layout(config))
+    return RayHost(config, derive.layout(config), before.host if before else None)
 
 
 def _follow(console: Console, run_dir: RunDir, replicas: int) -> Any:

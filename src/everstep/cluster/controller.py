@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from everstep.checkpoint import saving
-from everstep.cluster import takeover
 from everstep.checkpoint.saving import SavedRun
 from everstep.checkpoint.sharded import Shard
+from everstep.cluster import takeover
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.dispatch import get_dispatch, ranks_of
 from everstep.cluster.group import StepResult
@@ -98,7 +98,7 @@ class Controller:
         self.recipe_state: dict[str, Any] = {}
         self._closed = False
         self._repair: Repair | None = None
-        self._store: dist.Store | None = None
+        self._store: dist.TCPStore | None = None
         self._injector: FaultInjector | None = None
         self._relays: dict[str, Relay] = {}
         self._server: CoordinatorServer | None = None

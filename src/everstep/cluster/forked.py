@@ -51,7 +51,7 @@ def context() -> Any:
     """The multiprocessing context of the server process, which sees no accelerator and computes with one thread."""
     made = mp.get_context("forkserver")
     made.set_forkserver_preload(PRELOAD)
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     if server.get_inherited_fds() is not None:  # this process was forked by it: the same one serves here
         server.ensure_running = lambda: None
         return made
@@ -235,6 +235,8 @@ class ForkedHost:
         return "the network interface of its namespace is down: nothing leaves it or reaches it, and nothing is reset"
 
     def end(self, worker: str) -> None:
+        if worker not in self._children:
+            return  # it was gone before this controller came
         self._children[worker].signal(signal.SIGKILL)
         self._children[worker].wait_gone(_END_S)
 
@@ -299,7 +301,7 @@ def _serve_calls(worker: Worker, pipe: Connection) -> None:
         while True:
             number, life, method, args, kwargs = pickle.loads(pipe.recv_bytes())
             try:
-                answer = (number, None, worker.run(method, args, kwargs, life))
+                answer: tuple[Any, ...] = (number, None, worker.run(method, args, kwargs, life))
             except EverstepError as error:
                 answer = (number, error, None)
             pipe.send_bytes(pickle.dumps(answer))

@@ -64,9 +64,14 @@ def train(
     from everstep.config.load import load_config
 
     loaded = load_config(config, overrides or [])
+    same = ["train", config, *(overrides or []), *(["--clean"] * clean), *(["--debug"] * debug)]
+    from everstep import supervisor
+
+    if supervisor.wanted(loaded):
+        return supervisor.supervise(loaded, [*same, *(["--attach"] * attach)])
     from everstep.driver import run as run_recipe
 
-    again = ["-m", "everstep", "train", config, *(overrides or []), *(["--clean"] * clean), *(["--debug"] * debug)]
+    again = ["-m", "everstep", *same]
     return run_recipe(loaded, program=again, clean=clean, attach=attach)
 
 

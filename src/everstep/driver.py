@@ -119,10 +119,10 @@ def _run(
             the_run = Run(config, group, data, console, metrics, events)
             try:
                 RECIPES[config.recipe](the_run)
+                digest = group.verify()
                 break
             except RolledBack as back:  # the recipe goes on from the state that it had at that step, as a resumed run would
                 the_run.note(str(back))
-        digest = group.verify()
         status = "done"
         if console and events:
             console.stop()

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from everstep.checkpoint import saving
+from everstep.checkpoint import memory, saving
 from everstep.checkpoint.saving import SavedRun
 from everstep.checkpoint.sharded import Shard
 from everstep.cluster import takeover
@@ -28,6 +28,7 @@ from everstep.cluster.host import Host, ProcessEnded, WorkerSpec
 from everstep.cluster.owed import Owed
 from everstep.cluster.repair import Repair
 from everstep.cluster.results import combine, compare_hashes
+from everstep.cluster.rollback import RankLost, Rollback
 from everstep.cluster.slots import cut_slots, sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
 from everstep.cluster.worker import Formation, called_off
@@ -42,6 +43,7 @@ from everstep.errors import (
     Fenced,
     NotEnoughReplicas,
     ReplicaBroken,
+    RolledBack,
 )
 from everstep.recovery import rendezvous
 from everstep.recovery.commitlog import CommitLog
@@ -57,6 +59,7 @@ from everstep.telemetry.events import EventLog, read_events
 T = TypeVar("T")
 _DEATH_CONFIRM_S = 30.0
 _POLL_S = 0.2
+_STATES_KEPT = 10_000  # steps
 _CALL_OFF_S = 10.0  # for the living ranks of a formation that lost one, to leave it
 
 
@@ -97,6 +100,9 @@ class Controller:
         self._reference = False
         self.recipe_state: dict[str, Any] = {}
         self._closed = False
+        self._states: dict[int, dict[str, Any]] = {0: {}}  # the recipe's, after each of the last steps
+        self._went_back: RolledBack | None = None  # not told to the recipe yet
+        self._rollback = Rollback(host, config.recovery, self.layout, run_dir.checkpoints, lambda worker: worker in self.server.dead)
         self._repair: Repair | None = None
         self._store: dist.TCPStore | None = None
         self._injector: FaultInjector | None = None
@@ -170,6 +176,7 @@ class Controller:
         if decided.state is None:
             raise BadInput(f"--attach: step {decided.last.view.committed} has no state of the recipe in the commit record; start again with resume=auto")
         self._reference, self.recipe_state = decided.reference, decided.state
+        self._states |= log.past.states
         gone = {w for m in decided.lives.values() for w in m.workers if w not in told}
         known = {e["worker"] for e in written if e.event == "death" and "worker" in e.fields}
         self.server.dead |= {worker: "died before the takeover" for worker in gone & known}
@@ -180,8 +187,11 @@ class Controller:
         view = self.server.coordinator.view
         self._events.emit("takeover", step=view.committed, epoch=view.epoch.key, incarnation=log.incarnation, workers=sorted(told),
                           members=list(view.replicas), seconds=time.monotonic() - start)
-        self._repair.adopt(gone & known, decided.broken)
-        for worker in sorted((gone - known) | (set(self._host.infos) - set(told)) | set(died)):
+        missing = (gone - known) | (set(self._host.infos) - set(told)) | set(died)
+        for worker in missing:
+            self._host.end(worker)  # it may be frozen, and wake up (rule 8)
+        self._repair.adopt(gone | missing, decided.broken)
+        for worker in sorted(missing):
             self.server.expel(worker, "did not answer when its new controller took over")
 
     def _announce(self, incarnation: int, token: str) -> None:
@@ -212,6 +222,7 @@ class Controller:
             WorkerSpec(
                 worker, self.config, self._relays[worker].address if worker in self._relays else self._coordinator_address, token,
                 (host, port), str(self._run_dir.events), str(self._run_dir.rank_log(index)), str(self._run_dir.path),
+                self._run_dir.attempt,
             )
             for index, worker in enumerate(workers)
         ])
@@ -229,6 +240,7 @@ class Controller:
         with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails
             if self._server:
                 last_first.callback(rendezvous.withdraw, self._run_dir.path)
+                last_first.callback(memory.remove, memory.folder_of(self._run_dir.path, self._run_dir.attempt))
             last_first.callback(self._host.close)
             for relay in self._relays.values():
                 last_first.callback(relay.close)
@@ -434,7 +446,13 @@ class Controller:
             raise server.failure
         coordinator = server.coordinator
         causes = "; ".join(f"{w}: {cause}" for w, cause in sorted(server.dead.items()))
-        if coordinator.state is State.LOST:
+        if coordinator.state is State.LOST and self.config.recovery.enabled:
+            while coordinator.state is State.LOST and self._repair_hopeful() and not (self._repair and self._repair.failure):
+                time.sleep(0.01)  # the replica is formed anew, and goes back to a copy
+        if self._went_back:
+            back, self._went_back = self._went_back, None
+            raise back
+        if coordinator.state is State.LOST and not (self._repair and self._repair.failure):
             raise NotEnoughReplicas(
                 f"no living replica holds step {coordinator.committed} ({causes}); resume from the last checkpoint with resume=auto"
             )
@@ -479,6 +497,9 @@ class Controller:
             self._injector.on_phase(worker, step, phase)
 
     def _recorded(self, record: Record) -> None:
+        if record.state is not None:
+            self._states[record.view.committed] = record.state
+            self._states.pop(record.view.committed - _STATES_KEPT, None)
         if self._injector and record.kind is Kind.COMMIT:
             self._injector.on_commit(record.step)
         self._on_record(record)
@@ -542,7 +563,22 @@ class Controller:
         self.server.expel(worker, cause)
 
     def announce(self, member: Member) -> None:
-        self.server.joiner(member)
+        coordinator = self.server.coordinator
+        if coordinator.state is not State.LOST:
+            self.server.joiner(member)
+            return
+        lost, stranded = coordinator.committed, coordinator.view.healing - {member.replica}
+        try:
+            step, origin, state = self._rollback.restore(member, lost)
+        except RankLost:
+            return  # its death is in the queue of the repair
+        self.recipe_state = state if state is not None else self._states.get(step, {})
+        self._states = {k: s for k, s in self._states.items() if k <= step} | {step: self.recipe_state}
+        cause = f"no living replica held step {lost}: back to step {step}, from {origin}"
+        self._went_back = RolledBack(step, cause)
+        self.server.rollback(step, [member], cause, self.recipe_state)
+        if stranded and self._repair:
+            self._repair.adopt(set(), sorted(stranded))
 
     def note(self, event: str, **fields: Any) -> None:
         self._events.emit(event, **fields)

@@ -91,7 +91,8 @@ class _Child:
     def reach(worker: str, pid: int, key: bytes) -> _Child:
         """One whose controller is gone. Raises OSError if it does not listen."""
         child = _Child(worker, Client(_address(worker, key), "AF_UNIX", authkey=key), pid)
-        child.started.set_result(None)
+        with child._lock:
+            child._calls.pop(-1, None)  # it has started long ago
         return child
 
     def submit(self, *call: Any) -> Future[Any]:

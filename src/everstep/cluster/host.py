@@ -35,6 +35,7 @@ class WorkerSpec:
     events_dir: str
     log_path: str
     run_dir: str
+    attempt: int
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ def make_worker(spec: WorkerSpec, abandon: Callable[[str], None] | None = None) 
 
     import torch
 
+    from everstep.checkpoint import memory
     from everstep.cluster.device import choose_device
     from everstep.cluster.worker import Worker
     from everstep.engine import cpu
@@ -136,7 +138,8 @@ def make_worker(spec: WorkerSpec, abandon: Callable[[str], None] | None = None) 
         (abandon or _exit)(cause)
 
     control.on_abandoned = abandoned
-    return Worker(spec.config, spec.worker_id, device, control, spec.store, events)
+    copies = memory.folder_of(spec.run_dir, spec.attempt)
+    return Worker(spec.config, spec.worker_id, device, control, spec.store, events, copies)
 
 
 def _exit(cause: str) -> None:

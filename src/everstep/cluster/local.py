@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint import saving
+from everstep.checkpoint import memory, saving
 from everstep.checkpoint.saving import SavedRun
 from everstep.checkpoint.sharded import Shard
 from everstep.cluster import environment
@@ -89,7 +89,8 @@ class LocalGroup:
         control = Control(address, token, workers[self._rank], config.recovery.heartbeat_s, fence_s=fence_s)
         store = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         own_events = EventLog(run_dir.events / f"{workers[self._rank]}.jsonl", workers[self._rank])
-        self._worker = Worker(config, workers[self._rank], choose_device(config), control, store, own_events)
+        self._worker = Worker(config, workers[self._rank], choose_device(config), control, store, own_events,
+                              memory.folder_of(run_dir.path, run_dir.attempt))
         self._worker.run("form", (Formation(0, self._rank, 0, workers, "weights", False),), {})
         dist.barrier()
         if self._server:

@@ -21,7 +21,7 @@ from typing import Any, Literal, NoReturn, Protocol, cast
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint import adapter, sharded
+from everstep.checkpoint import adapter, memory, sharded
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.slots import in_order, micro_batches
 from everstep.config import derive
@@ -162,10 +162,12 @@ class Worker:
 
     def __init__(
         self, config: Config, worker_id: str, device: torch.device, control: Control,
-        store_address: tuple[str, int], events: EventLog,
+        store_address: tuple[str, int], events: EventLog, copies: Path,
     ):
+        """``copies``: the folder of this run's copies in the memory of this node (:mod:`everstep.checkpoint.memory`)."""
         self.config, self.worker_id, self.device, self.control, self.events = config, worker_id, device, control, events
-        self._store_address = store_address
+        self._store_address, self._copies = store_address, copies
+        self._keeper: memory.Keeper | None = None
         self._store: dist.Store | None = None
         self._source = source.resolve(config.model)
         self._tokenizer: Any = None
@@ -291,6 +293,11 @@ class Worker:
             self._state, self.events,
         )
         self.events.emit("form", epoch=self.control.epoch.key, replica=replica, rank=rank, build=formation.build, world_size=size)
+        self._keeper = None
+        if self.config.recovery.memory_checkpoint_every:
+            self._keeper = memory.Keeper(self._copies, replica, rank, self._copied)
+            if formation.start == "weights":
+                self._copy()
         how = formation.start if formation.start == "peer" else self.config.model.init
         self.events.emit("model_ready", replica=replica, rank=rank, source="heal" if how == "peer" else how)
 
@@ -442,6 +449,8 @@ class Worker:
         """``incarnation``: of the coordinator beside the controller that calls; a call of a dead one is given up."""
         assert self._transaction is not None
         report = self._transaction.run(StepWork(self, step, slots, loss.build(), lr, temperature, incarnation))
+        if self._keeper and step % self.config.recovery.memory_checkpoint_every == 0:
+            self._copy()
         sums, metrics = self.engine.read_sums(report.sums)
         return dataclasses.replace(report, sums=sums, metrics=metrics)
 
@@ -469,6 +478,7 @@ class Worker:
     def keep_reference(self) -> None:
         """The current weights become the reference model."""
         self.engine.keep_reference()
+        self._copy()  # the one before lacks it
 
     def offload_to_cpu(self, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
         """Bytes freed on this rank's device, by part, their contents being in host memory now; see ``Engine.offload_to_cpu``.
@@ -508,6 +518,25 @@ class Worker:
         self.state.load_scalars(sharded.load_rank(self.state.tensors(), folder, self.formation.rank, self.layout))
         self.state.version = version
         self.events.emit("load", step=version, path=str(folder))
+        self._copy()
+
+    def memory_copies(self) -> list[int]:
+        """Steps of which this node has a whole copy of my position's state."""
+        return memory.offers(self._copies, self.formation.rank)
+
+    def restore_copy(self, version: int) -> None:
+        """Go back to a copy in this node's memory."""
+        self.state.version = None
+        path = memory.restore(self._copies, self.formation.rank, version, self.state.load_scalars, self.state.tensors)
+        self.state.version = version
+        self.events.emit("load", step=version, path=str(path))
+
+    def _copy(self) -> None:
+        if self._keeper and self.state.version is not None:
+            self._keeper.copy(self.state.version, self.state.tensors(), self.state.scalars())
+
+    def _copied(self, copied: memory.Copied) -> None:
+        self.events.emit("memory_copy", step=copied.version, copy_bytes=copied.nbytes, seconds=copied.seconds, background_s=copied.background_s)
 
     def memory_bytes(self) -> int:
         """Device memory in use (CUDA), or resident memory of the process (CPU)."""

@@ -111,6 +111,11 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
             raise ConfigError(
                 f"{how} runs one replica, but layout.replicas={layout.replicas}; use launcher=ray, or layout.replicas=1"
             )
+        if config.recovery.controller_grace_s:
+            raise ConfigError(
+                f"{how}: rank 0 is the controller, and torchrun restarts it; recovery.controller_grace_s="
+                f"{config.recovery.controller_grace_s:g} is for launcher=ray"
+            )
         if layout.spares:
             raise ConfigError(
                 f"{how} has no place for layout.spares={layout.spares}: torchrun restarts processes itself; "
@@ -156,10 +161,15 @@ def _check_recovery(config: Config) -> None:
         raise ConfigError(
             f"layout.spares={layout.spares} wait for deaths that recovery.enabled=false does not survive; set one of the two"
         )
-    if layout.spares and layout.replicas == 1:
+    if layout.spares and layout.replicas == 1 and not (recovery.memory_checkpoint_every or config.checkpoint.every_steps):
         raise ConfigError(
-            f"layout.spares={layout.spares} with layout.replicas=1: a spare heals from the same rank of another "
-            "replica; use layout.replicas=2 or more, or layout.spares=0"
+            f"layout.spares={layout.spares} with layout.replicas=1: there is no other replica that a spare could heal from; set "
+            "recovery.memory_checkpoint_every or checkpoint.every_steps, or use layout.replicas=2 or more, or layout.spares=0"
+        )
+    if recovery.memory_checkpoint_every and not recovery.enabled:
+        raise ConfigError(
+            f"recovery.memory_checkpoint_every={recovery.memory_checkpoint_every} makes copies for deaths that recovery.enabled=false "
+            "does not survive; set one of the two"
         )
     if recovery.enabled and recovery.mode == "wait" and not layout.spares:
         raise ConfigError(
@@ -168,6 +178,16 @@ def _check_recovery(config: Config) -> None:
     if recovery.exact and not config.engine.deterministic:
         raise ConfigError(
             "recovery.exact=true promises equal bits, which engine.deterministic=false does not give; set engine.deterministic=true"
+        )
+    if recovery.controller_grace_s and not recovery.enabled:
+        raise ConfigError(
+            f"recovery.controller_grace_s={recovery.controller_grace_s:g} lets workers wait for another controller, which "
+            "recovery.enabled=false does not survive; set one of the two"
+        )
+    if recovery.controller_restarts and not recovery.controller_grace_s:
+        raise ConfigError(
+            f"recovery.controller_restarts={recovery.controller_restarts}, but with recovery.controller_grace_s=0 the workers end with "
+            "their controller; set recovery.controller_grace_s=60, for example"
         )
     if recovery.min_replicas > layout.replicas:
         raise ConfigError(

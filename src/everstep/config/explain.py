@@ -32,6 +32,8 @@ UNITS = {
     "seed": "none",
     "recovery.standby_links_up_to": "replicas",
     "recovery.quarantine_after": "replicas",
+    "recovery.memory_checkpoint_every": "optimizer steps",
+    "recovery.controller_restarts": "starts of a controller",
     "layout.tp": "ranks",
     "layout.pp": "ranks",
     "layout.dp": "ranks",

@@ -417,6 +417,13 @@ class RecoveryConfig(Section):
         description="A rank that hears nothing from the coordinator for this long is cut off: it stops contributing, and on a lost "
         "node counts as dead after this time.",
     )
+    memory_checkpoint_every: int = Field(
+        0,
+        ge=0,
+        description="Optimizer steps between copies of every rank's state in the shared memory of its node, for when no living replica "
+        "holds the last step (with one replica, any death): all go back to the newest copy and repeat the steps since. Costs twice the "
+        "state in host memory. 0: none; they go back to the last checkpoint.",
+    )
     controller_grace_s: float = Field(
         0.0,
         ge=0,

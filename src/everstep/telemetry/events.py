@@ -208,6 +208,12 @@ EVENTS: dict[str, EventKind] = {
     ),
     "load": _kind("both", "State was read from a checkpoint.", "path", step=True),
     "delete": _kind("lead", "An older checkpoint was removed.", "path"),
+    "memory_copy": _kind(
+        "rank",
+        "A copy of this rank's state in its node's memory is whole; `seconds` it stood still for it, `background_s` until it was sealed.",
+        "copy_bytes seconds background_s",
+        step=True,
+    ),
     # trouble that is no fault of a rank
     "error": _kind("both", "An error ended the work of this process.", "error message"),
     # written by the log itself

@@ -10,7 +10,7 @@ survivors compute again per surviving replica its first useful act in an epoch a
                         use until then, from the kill (the detection, if nothing was injected), or from the end of the
                         computation it was in
 the step is committed   first ``commit`` of the step in which it died; ``commit_s`` likewise
-full strength           first later ``join`` whose ``members`` are all replicas of the run; ``full_strength_s``
+full strength           first later ``join`` or ``rollback`` whose ``members`` are all replicas of the run; ``full_strength_s``
 redone                  slots of the step that survivors computed after the death although they had been dealt to somebody before:
                         those that the dead one held (salvaged), or all of them (dealt anew)
 ======================  ========================================================================================
@@ -224,7 +224,7 @@ def _recovery(
     stall = _stall(death, origin, later, view) if concerned else None
     commit = next((e for e in later if e.event == "commit" and e.step == step), None)
     whole = replicas or len(view or ())
-    full = next((e for e in later if e.event == "join" and len(e["members"]) == whole), None) if replica >= 0 else None
+    full = next((e for e in later if e.event in ("join", "rollback") and len(e["members"]) == whole), None) if replica >= 0 else None
     return Recovery(
         replica=replica,
         rank=int(death["rank"]),

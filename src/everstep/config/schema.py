@@ -256,6 +256,21 @@ class WarmupConfig(Section):
     )
 
 
+class ImportanceConfig(Section):
+    """Truncated importance sampling: the difference between the engine that generated and the one that trains (rl/importance.py)."""
+
+    level: Literal["none", "token", "sequence"] = Field(
+        "none",
+        description="Weigh the policy loss of each token by p(trainer)/p(rollout) of the `token`, or of its whole completion (`sequence`), "
+        "truncated. Costs a forward pass over the samples of an iteration. `none`: off.",
+    )
+    upper: float = Field(2.0, gt=0, description="Greatest weight; larger ones are cut to it.")
+    lower: float | None = Field(
+        None, ge=0, description="With it, weights below this or above rl.importance.upper become 0 (IcePop); null: none are masked."
+    )
+    normalise: bool = Field(False, description="Divide the weights by their mean over the iteration (verl's option).")
+
+
 class RlConfig(Section):
     iterations: int = Field(100, ge=1, description="RL iterations: rollout, reward, advantages, update.")
     prompts_per_step: int = Field(16, ge=1, description="Prompts per iteration, over all replicas.")
@@ -266,17 +281,53 @@ class RlConfig(Section):
         ge=1,
         description="Optimizer steps per pass; must divide prompts_per_step*samples_per_prompt.",
     )
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(
+    advantage: Literal[
+        "grpo", "grpo_batch_std", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    ] = Field(
         "grpo",
-        description="Advantage estimator: GRPO (group mean and std), Dr.GRPO (group mean only), RLOO (leave-one-out mean).",
+        description="Advantage estimator: `grpo` (reward minus mean of the prompt's completions, over their std), `grpo_batch_std` (over "
+        "the std of all rewards), `dr_grpo` (mean only), `rloo` (mean of the others), `reinforce_plus_plus` (rewards to come, "
+        "whitened over the batch), `reinforce_plus_plus_baseline` (dr_grpo, whitened). Formulas: docs/algorithms.md.",
     )
     advantage_eps: float = Field(
         1e-6,
         gt=0,
-        description="Added to the group's std (GRPO); verl 1e-6, TRL 1e-4.",
+        description="Added to the std (grpo, grpo_batch_std); verl 1e-6, TRL 1e-4, OpenRLHF 1e-9.",
     )
-    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = Field(
-        "token-mean", description="How token losses become one number; denominators are global over the step."
+    lone_completion: Literal["zero", "reward"] = Field(
+        "zero",
+        description="Advantage of a completion without another of its prompt: `zero` (TRL), or its `reward`, as if the mean were 0 and the "
+        "std 1 (verl).",
+    )
+    whitening: Literal["none", "sample", "population"] = Field(
+        "sample",
+        description="Whitening of reinforce_plus_plus and its baseline variant over all tokens of the iteration: variance with divisor "
+        "N - 1 (`sample`, verl) or N (`population`, OpenRLHF), or `none`.",
+    )
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount of rewards from token to token (reinforce_plus_plus).")
+    gaps: Literal["skip", "zero"] = Field(
+        "skip",
+        description="Tokens inside a completion that do not count (loss_mask 0), for reinforce_plus_plus: `skip`: the next one that counts "
+        "is the next token (verl); `zero`: they have reward 0, and discounts run through them (OpenRLHF).",
+    )
+    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = Field(
+        "token-mean",
+        description="How token losses become one number: mean over tokens; mean over completions of the mean, the sum, or the sum over "
+        "rl.loss_horizon_tokens (Dr.GRPO). Denominators are global over the step.",
+    )
+    loss_horizon_tokens: int | None = Field(
+        None, ge=1, description="Divisor of rl.loss_aggregation=seq-mean-token-sum-norm; default: rollout.max_response_tokens."
+    )
+    empty_rows: Literal["skip", "count"] = Field(
+        "skip",
+        description="Completions without a token that counts (dropped ones): left out of the number of completions that the seq-mean "
+        "aggregations divide by (verl), or in it (`count`, TRL).",
+    )
+    ratio: Literal["token", "sequence", "sequence_token"] = Field(
+        "token",
+        description="Probability ratio that is clipped: of each `token` (PPO, GRPO), or the geometric mean over the completion (GSPO), with "
+        "the gradient of all its tokens (`sequence`, TRL) or of each token's own log-probability (`sequence_token`, GSPO-token, verl). "
+        "GSPO wants small ranges: 3e-4 and 4e-4.",
     )
     clip_low: float = Field(0.2, ge=0, description="PPO clip range below 1.")
     clip_high: float = Field(0.2, ge=0, description="PPO clip range above 1 (larger: clip-higher).")
@@ -288,13 +339,29 @@ class RlConfig(Section):
     kl_coef: float = Field(
         0.0,
         ge=0,
-        description="Coefficient of KL to the reference model in the loss; 0: no reference model is kept.",
+        description="Coefficient of the KL to the reference model (with rl.kl_target: the one to begin with); 0: no reference model is "
+        "kept.",
     )
-    kl_kind: Literal["k1", "k2", "k3"] = Field(
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss",
+        description="Where KL is subtracted: as a term of the `loss` (GRPO), or from the `reward` of each token (PPO; rl.kl_kind=k1 is the "
+        "usual choice there).",
+    )
+    kl_kind: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = Field(
         "k3",
-        description="KL estimator (Schulman): k1 log-ratio, k2 half square, k3 unbiased positive.",
+        description="KL estimator (Schulman): `k1` log-ratio, `k2` half its square, `k3` unbiased and positive, `abs`; `k1+` and `k3+` have the "
+        "value of the one and the gradient of k2. In a loss, k1 pulls nowhere.",
     )
-    entropy_coef: float = Field(0.0, ge=0, description="Entropy bonus.")
+    kl_target: float | None = Field(
+        None,
+        gt=0,
+        description="Adapt the coefficient so that the KL per token, in nats, approaches this; null: rl.kl_coef stays what it is.",
+    )
+    kl_horizon_samples: int = Field(
+        10_000, ge=1, description="Completions over which an error of rl.kl_target changes the coefficient by itself (at most 20 %)."
+    )
+    entropy_coef: float = Field(0.0, ge=0, description="Entropy bonus, aggregated as the policy loss is.")
+    importance: ImportanceConfig = ImportanceConfig()
     eval_every: int = Field(
         0,
         ge=0,

@@ -126,6 +126,8 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
                 )
         elif config.local.port:
             _check_port(config.local.port)
+    if not config.ray.address:  # else it is other machines that must have them
+        derive.fused_kernels(config.engine, cuda=derive.device(config, environ) == "cuda")
     if derive.device(config, environ) == "cuda" and not config.ray.address:
         present = derive.cuda_devices(environ)
         if layout.devices > present:

@@ -26,7 +26,8 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from everstep.engine import cpu, fusion, hf, lora
+from everstep.config import derive
+from everstep.engine import cpu, hf, lora
 from everstep.engine import state as rank_state
 from everstep.engine.arrange import Grid, Packed
 from everstep.engine.columns import Columns
@@ -126,7 +127,7 @@ class Engine:
         self._adapters = lora.pieces(self._table, config, layout)  # empty without LoRA
         self._frozen_digest: str | None = None
         self._deferred = config.engine.logprob_chunk_tokens > 0  # logits are computed chunk by chunk, outside the model
-        self._fused = fusion.chosen(config.engine, device)
+        self._fused = derive.fused_kernels(config.engine, cuda=device.type == "cuda")
         self._closed = self._aborted = False
         self._beside = beside
         if beside is not None and (beside.layout != layout or beside.position != position):

@@ -111,6 +111,8 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
             raise ConfigError(
                 f"{how} runs one replica, but layout.replicas={layout.replicas}; use launcher=ray, or layout.replicas=1"
             )
+        if config.rollout.engines:
+            raise ConfigError(f"{how} has no place for rollout.engines={config.rollout.engines}; use launcher=ray, or rollout.engines=0")
         if layout.spares:
             raise ConfigError(
                 f"{how} has no place for layout.spares={layout.spares}: torchrun restarts processes itself; "
@@ -130,11 +132,12 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
         derive.fused_kernels(config.engine, cuda=derive.device(config, environ) == "cuda")
     if derive.device(config, environ) == "cuda" and not config.ray.address:
         present = derive.cuda_devices(environ)
-        if layout.devices > present:
+        engines = config.rollout.engines
+        if layout.devices + engines > present:
             raise ConfigError(
-                f"the layout needs {layout.devices} devices ({layout.replicas} replicas of {layout.ranks_per_replica} "
-                f"ranks and {layout.spares} spares), this machine has {present}: lower layout.replicas, layout.spares, "
-                "layout.tp, layout.cp, layout.pp or layout.dp, set device=cpu, or give the address of a cluster as ray.address"
+                f"the layout needs {layout.devices + engines} devices ({layout.replicas} replicas of {layout.ranks_per_replica} "
+                f"ranks, {layout.spares} spares and {engines} rollout engines), this machine has {present}: lower layout.replicas, "
+                "layout.spares, rollout.engines, layout.tp, layout.cp, layout.pp or layout.dp, set device=cpu, or give the address of a cluster as ray.address"
             )
 
 

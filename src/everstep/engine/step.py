@@ -222,6 +222,10 @@ class Engine:
         weights = lora.Merged(self._ddps) if self._adapters else rank_parameters(self._ddps)
         return self._each(hf.export(weights, self._table, self.arch))
 
+    def export_frozen(self) -> Iterator[tuple[str, Tensor]]:
+        """As ``export_hf``, without what adapters add."""
+        return self._each(hf.export(lora.without_adapters(self._ddps), self._table, self.arch))
+
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
         """The adapters alone, as ``export_hf``; named ``MODULE.lora_A.weight`` and ``MODULE.lora_B.weight``."""
         return self._each(hf.export(rank_parameters(self._ddps), self._adapters, self.arch))

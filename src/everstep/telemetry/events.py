@@ -131,6 +131,17 @@ EVENTS: dict[str, EventKind] = {
     "skip": _kind("rank", "The rank passed over a commit of kind skip.", "replica rank", step=True, epoch=True),
     "drop": _kind("lead", "Samples that will never be used, and why.", "samples reason"),
     "verify": _kind("lead", "The state hashes of all ranks were compared.", "equal hashes", step=True),
+    # rollout engines
+    "rollout_start": _kind("lead", "A rollout engine was started in the place of a dead one; it has no weights yet.", "engine instead_of"),
+    "rollout_sync": _kind(
+        "rank",
+        "A rollout engine got weights. `kind`: all of them, the frozen base (LoRA), or adapters, with which it serves `step`.",
+        "engine kind nbytes seconds",
+        step=True,
+    ),
+    "rollout_death": _kind(
+        "lead", "A rollout engine died: `requeued` sequences go on elsewhere, with what it had made of them.", "engine cause requeued dropped"
+    ),
     # membership
     "view": _kind(
         "lead",

@@ -13,6 +13,7 @@ Legend: B running rows, T columns of the cache, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -40,14 +41,20 @@ class Pending:
 
 
 class Decoder:
-    """Not thread-safe. ``version()``: the committed step of the model's weights, asked for each token that is made."""
+    """Not thread-safe. ``version()``: the committed step of the model's weights, asked for each token that is made; ``text(tokens)``:
+    of a completion."""
 
-    def __init__(self, model: Any, eos: Collection[int], pad: int, device: torch.device, version: Callable[[], int]):
-        self._model, self._pad, self._device, self._version = model, pad, device, version
+    def __init__(
+        self, model: Any, eos: Collection[int], pad: int, device: torch.device, version: Callable[[], int],
+        text: Callable[[list[int]], str],
+    ):
+        self._model, self._pad, self._device, self._version, self._text = model, pad, device, version, text
+        # `past_key_values` until transformers 5.23, which still knows it but warns.
+        self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self._eos = torch.tensor(sorted(eos), device=device)
         self._waiting: list[Pending] = []
         self._rows: list[Pending] = []
-        self._cache = DynamicCache()
+        self._cache: Any = DynamicCache()  # its layers are those of plain attention
         # Of the running rows: which columns of the cache are real (B, T), logits of the next token (B, V), streams of noise (B,).
         self._mask = torch.zeros(0, 0, dtype=torch.int64, device=device)
         self._logits = torch.zeros(0, 0, device=device)
@@ -103,6 +110,7 @@ class Decoder:
             sequence.made.extend(piece)
             if end or len(sequence.made.tokens) >= limit:
                 done.add(sequence.sample_id)
+                sequence.made.text = gained[sequence.sample_id].text = self._text(sequence.made.tokens)
         stay = [row for row, s in enumerate(self._rows) if s.sample_id not in done]
         token = token[stay]
         if done:
@@ -114,9 +122,8 @@ class Decoder:
         return done
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-        out = self._model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
-        )
+        held = {self._cache_argument: cache}
+        out = self._model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **held)
         logits: Tensor = out.logits[:, -1]
         return logits
 
@@ -138,7 +145,7 @@ class Decoder:
         cache.batch_select_indices(copies)
         self._join(entering, cache, mask[copies], logits[copies])
 
-    def _join(self, entering: list[Pending], cache: DynamicCache, mask: Tensor, logits: Tensor) -> None:
+    def _join(self, entering: list[Pending], cache: Any, mask: Tensor, logits: Tensor) -> None:
         """Put rows beside the running ones; the narrower cache gets more padding on its left."""
         keys = sample_keys(self._sampling.seed, [s.sample_id for s in entering]).to(self._device)
         if not self._rows:

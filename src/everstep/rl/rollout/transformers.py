@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xxhash
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.engine.fused import single_experts
+from everstep.engine.offload import host_bytes
 from everstep.errors import WorkerFailed
-from everstep.rl.rollout import Response, Sampling, assemble, prompt_tokens
+from everstep.rl.rollout import Sampling, assemble, prompt_tokens
 from everstep.rl.rollout.decoding import Decoder, Pending
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class TransformersRollout:
     ):
         self.tokenizer, self.device = tokenizer, torch.device(device)
         self.version: int | None = None
+        self._frozen: dict[str, Tensor] = {}  # with adapters: the weights of the adapted modules without them
         # The initial weights are overwritten; drawing them must not move the process's random state.
         cuda = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda), self.device:
@@ -48,13 +50,15 @@ class TransformersRollout:
             raise WorkerFailed("neither the tokenizer nor the model names an end-of-sequence token; set eos_token_id")
 
     @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy weights given by their Hugging Face names; ``version`` is the committed step they belong to.
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int | None) -> None:
+        """Copy weights given by their Hugging Face names; ``version`` is the committed step they belong to, None for frozen weights whose
+        adapters are still to come (``load_adapter``).
 
         All must come, each in its full shape (a tied output layer may be left out). WorkerFailed otherwise; the model
         then serves nothing until a complete set has come.
         """
         self.version = None
+        self._frozen.clear()
         config = self.model.config
         getters = {name: functools.partial(_same, p) for name, p in self.model.named_parameters(remove_duplicate=False)}
         saved = single_experts(getters, config.model_type, getattr(config, "num_local_experts", 0))
@@ -72,9 +76,34 @@ class TransformersRollout:
             raise WorkerFailed(f"rollout: {len(missing)} weights did not come, among them {sorted(missing.values())[:3]}")
         self.version = version
 
+    @torch.no_grad()
+    def load_adapter(self, adapter: Iterable[tuple[str, Tensor]], scale: float, version: int) -> None:
+        """Low-rank adapters beside the frozen weights that ``load_weights(..., None)`` brought: W + scale B A, in float32.
+
+        ``adapter``: ``MODULE.lora_A.weight`` (r, in) and ``MODULE.lora_B.weight`` (out, r) of every adapted matrix. WorkerFailed if one is
+        without the other, or fits no weight; the model then serves nothing.
+        """
+        self.version = None
+        tensors = dict(adapter)
+        parameters = dict(self.model.named_parameters())
+        for name, a in tensors.items():
+            module, low, _ = name.rpartition(".lora_A.weight")
+            if not low:
+                continue
+            b, target = tensors.get(f"{module}.lora_B.weight"), parameters.get(f"{module}.weight")
+            if b is None or target is None or target.shape != (b.shape[0], a.shape[1]):
+                raise WorkerFailed(f"rollout: the adapter {module} does not fit: A {list(a.shape)}, B {list(b.shape) if b is not None else None}, "
+                                   f"weight {list(target.shape) if target is not None else None}")
+            frozen = self._frozen.setdefault(module, target.clone())
+            low_rank = b.to(self.device, torch.float32) @ a.to(self.device, torch.float32)
+            target.copy_(frozen.float() + scale * low_rank)
+        if 2 * sum(name.endswith(".lora_A.weight") for name in tensors) != len(tensors):
+            raise WorkerFailed("rollout: adapters came of which one half is missing")
+        self.version = version
+
     def decoder(self) -> Decoder:
         """For sequences that come and go. WorkerFailed, when asked for a token, before there are weights."""
-        return Decoder(self.model, self.eos, self._pad, self.device, self._serving)
+        return Decoder(self.model, self.eos, self._pad, self.device, self._serving, self._text)
 
     def generate(self, batch: TrainingBatch, sampling: Sampling) -> TrainingBatch:
         """One completion per row of ``batch``, whose ``input_ids``/``attention_mask`` (B, P) are right-padded prompts; as
@@ -90,11 +119,18 @@ class TransformersRollout:
         decoder.add(sequences, sampling)
         while len(decoder):
             decoder.advance(sampling.max_response_tokens)
-        return assemble(batch, {s.sample_id: self.complete(s.made) for s in sequences})
+        return assemble(batch, {s.sample_id: s.made for s in sequences})
 
-    def complete(self, response: Response) -> Response:
-        """With its text."""
-        return dataclasses.replace(response, text=self.tokenizer.decode(response.tokens, skip_special_tokens=True))
+    def digest(self) -> str:
+        """xxh3-128 over names and bytes of all weights, 32 hexadecimal digits."""
+        digest = xxhash.xxh3_128()
+        for name, parameter in self.model.named_parameters():
+            digest.update(name.encode())
+            digest.update(host_bytes(parameter.detach().contiguous().cpu()))
+        return digest.hexdigest()
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _serving(self) -> int:
         if self.version is None:

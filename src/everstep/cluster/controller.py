@@ -44,7 +44,7 @@ from everstep.errors import (
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.coordinator import Coordinator, Mode, State
 from everstep.recovery.desk import Listener
-from everstep.recovery.faults import FaultInjector
+from everstep.recovery.faults import ENGINES, FaultInjector
 from everstep.recovery.proxy import Relay
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Kind, Member, Record
@@ -145,8 +145,9 @@ class Controller:
         self._host.watch(lambda worker: self.server.expel(worker, "process ended (pidfd)", ended=True))
         infos = self._host.infos
         target = LaunchedTarget(
-            lambda: self.server, self._place_of, self._host.signal, lambda w: f"{infos[w].pid} on {infos[w].host}",
+            lambda: self.server, self._victim_place, self._host.signal, lambda w: f"{infos[w].pid} on {infos[w].host}",
             lambda: self._repair.spares if self._repair else [], self._relays, self._host.cut,
+            lambda number: self._pool.engine_at(number) if self._pool else None,
         )
         self._injector = FaultInjector(config.faults, target, self._events)
         self._events.emit("spare_ready", spares=len(spares))
@@ -161,7 +162,7 @@ class Controller:
     def _start_workers(self, host: str, port: int, token: str) -> list[str]:
         """All ranks, replica after replica, then the spares."""
         workers = [f"w{i}" for i in range(self.layout.devices)]
-        engines = [f"e{i}" for i in range(self.config.rollout.engines)]
+        engines = self._pool.first_engines if self._pool else []
         for index in partition_victims(self.config, self.layout.ranks_per_replica, self.layout.world_size):
             self._relays[workers[index]] = Relay(self._coordinator_address)
         self._host.start([
@@ -461,6 +462,11 @@ class Controller:
             self.server.expel(worker, f"fenced itself ({error})")
             return True
         return isinstance(error, Fenced) and over(self.server.coordinator)
+
+    def _victim_place(self, worker: str) -> tuple[int, int]:
+        if self._pool and self._pool.knows(worker):
+            return ENGINES, self._pool.number_of(worker)
+        return self._place_of(worker)
 
     def _struck(self, worker: str) -> bool:
         return self._injector is not None and self._injector.struck(worker)

@@ -52,7 +52,7 @@ class RolloutPool:
         self._rounds = itertools.count()
         self._calls: dict[Any, tuple[str, float]] = {}
         self._cancelled: dict[str, list[str]] = {}
-        self._builds = itertools.count(config.engines)
+        self._builds = itertools.count(1)
         self._restarts = config.engine_restarts
         self._starting = 0
         self._changed = threading.Condition()
@@ -74,6 +74,17 @@ class RolloutPool:
     def knows(self, worker: str) -> bool:
         return worker in self._requests.engines
 
+    @staticmethod
+    def number_of(worker: str) -> int:
+        """Which of ``rollout.engines`` it is; one that takes a dead one's place takes its number."""
+        return int(worker.removeprefix("e").partition(".")[0])
+
+    def engine_at(self, number: int) -> str | None:
+        """The living engine with this number."""
+        with self._changed:
+            living = (name for name, engine in self._requests.engines.items() if engine.state is not EngineState.GONE)
+            return next((name for name in living if self.number_of(name) == number), None)
+
     def died(self, worker: str, cause: str, injected: bool) -> None:
         """An engine's process ended, or is about to be ended; another takes its place. Must be told of every death."""
         with self._changed:
@@ -94,7 +105,7 @@ class RolloutPool:
             self._processes.end_engine(worker)
             if again and not self._closed:
                 with self._changed:
-                    name = f"e{next(self._builds)}"
+                    name = f"e{self.number_of(worker)}.{next(self._builds)}"
                     self._requests.starting(name)
                 self._processes.start_engine(name, worker)
                 with self._changed:

@@ -6,6 +6,7 @@ process dies, gives it new sequences in between, and can tell a slow engine from
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -19,6 +20,7 @@ from everstep.config.schema import Config
 from everstep.engine import cpu, source
 from everstep.errors import EverstepError, WorkerFailed
 from everstep.recovery.control import Control
+from everstep.recovery.victim import Victim
 from everstep.rl.rollout import Response, Sampling, sync
 from everstep.rl.rollout.decoding import Decoder, Pending
 from everstep.rl.rollout.transformers import TransformersRollout
@@ -41,6 +43,9 @@ class EngineWorker:
         tokenizer = source.load_tokenizer(config.model)
         self._rollout = TransformersRollout(self._source.hf_config, tokenizer, device, dtype)
         self._decoder: Decoder = self._rollout.decoder()
+        self.victim = Victim(worker_id, events, control.fault_word, lambda: "step {}, {}".format(*control.where))
+        control.on_order, control.on_phase = self.victim.obey, self.victim.enter
+        events.emit("process_start", device=str(device))
 
     def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], life: object = None) -> Any:
         cpu.enter_thread()
@@ -59,20 +64,16 @@ class EngineWorker:
         if cancelled:
             self._decoder.cancel(cancelled)
         self._decoder.add(new, sampling)
-        self.control.phase(self._rollout.version or 0, "rollout", sequences=len(self._decoder))
-        pieces = self._decoder.advance(tokens)
-        self.control.phase(self._rollout.version or 0, "idle")
-        return pieces
+        with self._in_phase("generate", self._rollout.version or 0):
+            return self._decoder.advance(tokens)
 
     def receive_weights(self, name: str, version: int, kind: sync.Kind) -> int:
         """Weights of committed step ``version``, from whoever serves the stream ``name``; returns bytes.
 
         What is being generated goes on under them. LinkBroken, if they do not come whole: then there are no weights.
         """
-        start = time.monotonic()
-        self.control.phase(version, "sync")
-        counter = _Counter()
-        with sync.stream(name, self._open_store(), self.config.rollout.sync_timeout_s) as stream:
+        start, counter = time.monotonic(), _Counter()
+        with self._in_phase("sync", version), sync.stream(name, self._open_store(), self.config.rollout.sync_timeout_s) as stream:
             weights = counter.counted(sync.receive(stream.join(), version))
             if kind == "adapter":
                 self._rollout.load_adapter(weights, self.config.lora.alpha / self.config.lora.rank, version)
@@ -82,12 +83,20 @@ class EngineWorker:
             self._decoder.restart()
         self.events.emit("rollout_sync", step=version, engine=self.worker_id, kind=kind, nbytes=counter.nbytes,
                          seconds=time.monotonic() - start)
-        self.control.phase(version, "idle")
         return counter.nbytes
 
     def weights_digest(self) -> str:
         """xxh3-128 over names and bytes of all weights, 32 hexadecimal digits."""
         return self._rollout.digest()
+
+    @contextlib.contextmanager
+    def _in_phase(self, phase: str, version: int) -> Iterator[None]:
+        """Told is the step that these completions, or weights, precede."""
+        self.control.phase(version + 1, phase)
+        try:
+            yield
+        finally:
+            self.control.phase(version + 1, "idle")
 
     def _open_store(self) -> dist.Store:
         if self._store is None:

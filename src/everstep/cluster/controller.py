@@ -44,7 +44,7 @@ from everstep.errors import (
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.coordinator import Coordinator, Mode, State
 from everstep.recovery.desk import Listener
-from everstep.recovery.faults import ENGINES, FaultInjector
+from everstep.recovery.faults import FaultInjector
 from everstep.recovery.proxy import Relay
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Kind, Member, Record
@@ -53,7 +53,7 @@ from everstep.rl.rollout.pool import RolloutPool
 from everstep.rl.rollout.sync import Kind as WeightsKind
 from everstep.rl.rollout.sync import off_key
 from everstep.run_dir import RunDir
-from everstep.telemetry.events import EventLog
+from everstep.telemetry.events import ENGINES, EventLog
 
 T = TypeVar("T")
 _DEATH_CONFIRM_S = 30.0
@@ -128,6 +128,8 @@ class Controller:
             recovery.heartbeat_s, judge(recovery), judge_every_s(recovery),
         )
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        if config.rollout.engines:
+            self._pool = RolloutPool(config.rollout, bool(config.lora.rank), self._host, self, self._events)
         workers = self._start_workers(host, self._store.port, token)
         per_replica = self.layout.ranks_per_replica
         members = [
@@ -135,8 +137,6 @@ class Controller:
             for replica in range(self.layout.replicas)
         ]
         spares = workers[self.layout.world_size :]
-        if config.rollout.engines:
-            self._pool = RolloutPool(config.rollout, bool(config.lora.rank), self._host, self, self._events)
         self._repair = Repair(self, {m.replica: m for m in members}, spares, lambda: self._reference)
         for worker in list(self._server.dead):  # it died before there was a repair to be told
             self._repair.worker_died(worker)
@@ -145,7 +145,7 @@ class Controller:
         self._host.watch(lambda worker: self.server.expel(worker, "process ended (pidfd)", ended=True))
         infos = self._host.infos
         target = LaunchedTarget(
-            lambda: self.server, self._victim_place, self._host.signal, lambda w: f"{infos[w].pid} on {infos[w].host}",
+            lambda: self.server, self._place_of, self._host.signal, lambda w: f"{infos[w].pid} on {infos[w].host}",
             lambda: self._repair.spares if self._repair else [], self._relays, self._host.cut,
             lambda number: self._pool.engine_at(number) if self._pool else None,
         )
@@ -463,11 +463,6 @@ class Controller:
             return True
         return isinstance(error, Fenced) and over(self.server.coordinator)
 
-    def _victim_place(self, worker: str) -> tuple[int, int]:
-        if self._pool and self._pool.knows(worker):
-            return ENGINES, self._pool.number_of(worker)
-        return self._place_of(worker)
-
     def _struck(self, worker: str) -> bool:
         return self._injector is not None and self._injector.struck(worker)
 
@@ -496,6 +491,8 @@ class Controller:
             self._injector.prepare(step)
 
     def _place_of(self, worker: str) -> tuple[int, int]:
+        if self._pool and self._pool.knows(worker):
+            return ENGINES, self._pool.number_of(worker)
         return self._repair.place(worker) if self._repair else (-1, -1)
 
     @property

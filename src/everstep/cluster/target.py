@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from everstep.config.schema import Config, RecoveryConfig
-from everstep.recovery.faults import ENGINES
 from everstep.recovery.progress import Deadlines, Judge
 from everstep.recovery.proxy import Relay
 from everstep.recovery.server import CoordinatorServer
+from everstep.telemetry.events import ENGINES
 
 
 def judge(recovery: RecoveryConfig) -> Judge:

@@ -47,7 +47,7 @@ from everstep.telemetry.events import EventLog
 
 Life = tuple[int, int]  # (replica, build): one formation of a replica, and what every call says it is meant for
 
-CALL_PHASES = {"save_shard": "save", "generate": "rollout", "form": "form"}  # what a rank says it does; other methods: "call"
+CALL_PHASES = {"save_shard": "save", "generate": "rollout", "send_weights": "send", "form": "form"}  # what a rank says it does; other methods: "call"
 BROKEN_NOTICE_S = 5.0  # how long a failed collective waits for the coordinator to say that a rank is gone
 OUT_OF_MEMORY_STATUS = 12  # ENOMEM
 

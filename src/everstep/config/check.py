@@ -17,7 +17,15 @@ from everstep.config.schema import Config, Fault
 from everstep.engine.source import ModelShape, describe, resolve
 from everstep.errors import BadInput, ConfigError
 from everstep.layout import Layout
-from everstep.recovery.faults import AT_POINT, BEFORE_THE_VOTE_IS_COUNTED, DEADLY, ENGINE_PHASES, HELD_KINDS, PHASES, UNHELD_PHASES
+from everstep.recovery.faults import (
+    AT_POINT,
+    BEFORE_THE_VOTE_IS_COUNTED,
+    DEADLY,
+    ENGINE_PHASES,
+    HELD_KINDS,
+    PHASES,
+    UNHELD_PHASES,
+)
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM")
 
@@ -235,7 +243,11 @@ def _no_such_moment(fault: Fault, config: Config, sizes: derive.Sizes) -> str:
         return f"step={fault.step} never comes; the run has {sizes.total_steps} steps"
     if fault.phase not in PHASES[fault.kind]:
         return f"kind={fault.kind} makes no sense with phase={fault.phase}; it can have {', '.join(sorted(PHASES[fault.kind]))}"
-    if fault.phase in {"rollout"} | ENGINE_PHASES and fault.step not in (steps := derive.rollout_steps(config, sizes)):
+    if fault.phase == "rollout" and config.rollout.engines:
+        return "phase=rollout: ranks do not generate with rollout.engines; strike an engine in phase=generate"
+    if fault.phase == "send" and not config.rollout.engines:
+        return "phase=send: without rollout.engines nobody serves weights"
+    if fault.phase in {"rollout", "send"} | ENGINE_PHASES and fault.step not in (steps := derive.rollout_steps(config, sizes)):
         return f"phase={fault.phase}: no rollout precedes step {fault.step}" + (
             f"; those of {', '.join(map(str, steps[:3]))}, ... have one" if steps else ", recipe=sft has none"
         )

@@ -351,7 +351,7 @@ class RecoveryConfig(Section):
     )
 
 
-FaultPhase = Literal["compute", "exchange", "salvage", "reduce", "vote", "commit", "apply", "heal", "spare", "save", "rollout", "generate", "sync"]
+FaultPhase = Literal["compute", "exchange", "salvage", "reduce", "vote", "commit", "apply", "heal", "spare", "save", "rollout", "send", "generate", "sync"]
 FaultKind = Literal["kill", "stop", "exit", "segv", "gil", "oom", "nan", "hang", "partition", "error"]
 
 
@@ -359,13 +359,13 @@ class Fault(Section):
     step: int = Field(
         ge=1,
         description="Global step (as logged) in which the fault happens; heal: the first heal from this step on; save: the step that "
-        "is saved; rollout, generate, sync: the step that the rollout precedes.",
+        "is saved; rollout, send, generate, sync: the step that the rollout precedes.",
     )
     phase: FaultPhase = Field(
         "compute",
         description="Where the victim is: a phase of the step transaction (`commit`: the step is recorded, the victim may not have "
-        "applied it), `spare`: idle, not placed; `save`, `rollout`: in that call; `generate`, `sync`: a rollout engine "
-        "that makes tokens, or gets weights.",
+        "applied it), `spare`: idle, not placed; `save`, `rollout`: in that call; `send`: a rank that serves weights "
+        "to rollout engines; `generate`, `sync`: a rollout engine that makes tokens, or gets weights.",
     )
     kind: FaultKind = Field(
         "kill",

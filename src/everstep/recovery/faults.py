@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from everstep.config.schema import Fault
-from everstep.telemetry.events import EventLog
+from everstep.telemetry.events import ENGINES, EventLog
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 OUTSIDE = frozenset({"kill", "stop", "partition"})
@@ -31,10 +31,9 @@ COMPANY_S = 5.0      # that a held victim waits for a survivor to enter its phas
 ACKNOWLEDGE_S = 5.0  # for a victim to say that it holds its order, before the step begins without it
 
 _STEP = frozenset({"compute", "exchange", "salvage", "reduce", "vote", "apply", "heal"})
-_CALLS = frozenset({"save", "rollout"})
-#: Phases of rollout engines, and what stands for their replica in a place.
+_CALLS = frozenset({"save", "rollout", "send"})
+#: Phases of rollout engines.
 ENGINE_PHASES = frozenset({"generate", "sync"})
-ENGINES = -2
 
 #: A death there leaves slots that nobody holds, or may: they are salvaged.
 BEFORE_THE_VOTE_IS_COUNTED = frozenset({"compute", "exchange", "reduce", "vote"})

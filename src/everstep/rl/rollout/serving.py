@@ -65,7 +65,10 @@ class EngineWorker:
             self._decoder.cancel(cancelled)
         self._decoder.add(new, sampling)
         with self._in_phase("generate", self._rollout.version or 0):
-            return self._decoder.advance(tokens)
+            pieces = self._decoder.advance(tokens)
+        if made := [sample for sample, (_, complete) in pieces.items() if complete]:
+            self.events.emit("rollout_made", engine=self.worker_id, samples=made, version=self._rollout.version)
+        return pieces
 
     def receive_weights(self, name: str, version: int, kind: sync.Kind) -> int:
         """Weights of committed step ``version``, from whoever serves the stream ``name``; returns bytes.
@@ -73,6 +76,7 @@ class EngineWorker:
         What is being generated goes on under them. LinkBroken, if they do not come whole: then there are no weights.
         """
         start, counter = time.monotonic(), _Counter()
+        self.events.emit("rollout_sync_begin", step=version, engine=self.worker_id, kind=kind)
         with self._in_phase("sync", version), sync.stream(name, self._open_store(), self.config.rollout.sync_timeout_s) as stream:
             weights = counter.counted(sync.receive(stream.join(), version))
             if kind == "adapter":

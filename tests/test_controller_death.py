@@ -258,6 +258,7 @@ def read_kind(folder: Path, kind: str) -> list:
     [
         (["recovery.controller_restarts=1"], "with recovery.controller_grace_s=0 the workers end with their controller"),
         (["recovery.controller_grace_s=5", "recovery.enabled=false", "layout.spares=0"], "which recovery.enabled=false does not survive"),
+        (["recovery.controller_grace_s=5", "rollout.engines=1"], "rollout engines end with their controller"),
         (["recovery.controller_grace_s=5", "launcher=local", "layout.replicas=1", "layout.spares=0"], "rank 0 is the controller"),
     ],
 )

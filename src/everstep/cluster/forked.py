@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from everstep.cluster import environment
 from everstep.cluster.batch import TrainingBatch
-from everstep.cluster.host import ProcessEnded, WorkerInfo, WorkerSpec, make_worker
+from everstep.cluster.host import ProcessEnded, Served, WorkerInfo, WorkerSpec, make_worker
 from everstep.cluster.namespaces import Bridge, Plug
 from everstep.cluster.processes import ProcessWatch, die_with_parent
 from everstep.cluster.slots import ListSlots
@@ -35,7 +35,7 @@ from everstep.config.schema import Config
 from everstep.errors import BadInput, DeadlineExceeded, EverstepError, WorkerFailed
 
 if TYPE_CHECKING:
-    from everstep.cluster.worker import Life, Worker
+    from everstep.cluster.worker import Life
 
 PRELOAD = [
     "everstep.cluster.worker",
@@ -206,6 +206,11 @@ class ForkedHost:
                 self._children[worker] = child = _Child.reach(worker, pid, self._key)
                 self.infos[worker] = WorkerInfo(worker, child.pid, socket.gethostname(), socket.gethostname())
 
+    def add(self, spec: WorkerSpec, instead_of: str) -> None:
+        self.start([spec])
+        if self._watch:
+            self._watch.add(spec.worker_id, self.infos[spec.worker_id].pid)
+
     def watch(self, on_end: Callable[[str], None]) -> None:
         self._watch = ProcessWatch(on_end)
         for worker, info in self.infos.items():
@@ -296,7 +301,7 @@ def _accept(listener: Listener, later: queue.SimpleQueue[Connection]) -> None:
             later.put(listener.accept())
 
 
-def _serve_calls(worker: Worker, pipe: Connection) -> None:
+def _serve_calls(worker: Served, pipe: Connection) -> None:
     """Until the controller closes its end, or is gone."""
     with contextlib.suppress(EOFError, OSError):
         while True:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
@@ -20,12 +20,12 @@ from everstep.errors import CoordinatorLost
 from everstep.recovery import rendezvous
 
 if TYPE_CHECKING:
-    from everstep.cluster.worker import Life, Slots, Worker
+    from everstep.cluster.worker import Life, Slots
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker process needs to start. ``coordinator`` and ``store``: (host, port)."""
+    """What a worker process needs to start. ``coordinator`` and ``store``: (host, port). ``role``: a rank or spare, or a rollout engine."""
 
     worker_id: str
     config: Config
@@ -36,6 +36,7 @@ class WorkerSpec:
     log_path: str
     run_dir: str
     attempt: int
+    role: Literal["rank", "engine"] = "rank"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,12 @@ class WorkerInfo:
 
 class ProcessEnded(Exception):
     """The worker that owes a result has no process any more. The message is the system's word on it."""
+
+
+class Served(Protocol):
+    """What a worker process runs calls on."""
+
+    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], life: Life | None = None) -> Any: ...
 
 
 class Host(Protocol):
@@ -67,6 +74,8 @@ class Host(Protocol):
 
     def attach(self, handle: Mapping[str, Any]) -> None:
         """In the place of ``start``: reach the workers of a dead controller, those that live. Raises BadInput if nobody can."""
+
+    def add(self, spec: WorkerSpec, instead_of: str) -> None: ...
 
     def watch(self, on_end: Callable[[str], None]) -> None:
         """Call ``on_end(worker)`` on another thread as soon as a worker's process ends, from now on."""
@@ -99,7 +108,7 @@ class Host(Protocol):
         """End all processes, whatever state they are in."""
 
 
-def make_worker(spec: WorkerSpec, abandon: Callable[[str], None] | None = None) -> Worker:
+def make_worker(spec: WorkerSpec, abandon: Callable[[str], None] | None = None) -> Served:
     """In the worker's own process: its output goes to its log from now on, its device is ready, its channel connected.
 
     ``abandon``: called once its coordinator is gone and no other one came in time; ends the process.
@@ -111,7 +120,6 @@ def make_worker(spec: WorkerSpec, abandon: Callable[[str], None] | None = None) 
 
     from everstep.checkpoint import memory
     from everstep.cluster.device import choose_device
-    from everstep.cluster.worker import Worker
     from everstep.engine import cpu
     from everstep.engine.groups import NCCL_ENVIRONMENT
     from everstep.recovery.control import Control
@@ -138,8 +146,13 @@ def make_worker(spec: WorkerSpec, abandon: Callable[[str], None] | None = None) 
         (abandon or _exit)(cause)
 
     control.on_abandoned = abandoned
-    copies = memory.folder_of(spec.run_dir, spec.attempt)
-    return Worker(spec.config, spec.worker_id, device, control, spec.store, events, copies)
+    if spec.role == "engine":
+        from everstep.rl.rollout.serving import EngineWorker
+
+        return EngineWorker(spec.config, spec.worker_id, device, control, spec.store, events)
+    from everstep.cluster.worker import Worker
+
+    return Worker(spec.config, spec.worker_id, device, control, spec.store, events, memory.folder_of(spec.run_dir, spec.attempt))
 
 
 def _exit(cause: str) -> None:

@@ -126,6 +126,9 @@ class RayHost:
                 self._actors[worker] = ray.get_actor(worker, self._apart.namespace)
                 self.infos[worker] = WorkerInfo(worker, pid, host, node)
 
+    def add(self, spec: WorkerSpec, instead_of: str) -> None:
+        raise NotImplementedError
+
     def watch(self, on_end: Callable[[str], None]) -> None:
         self._watch = NodeWatches(self.infos, on_end)
 

@@ -36,6 +36,7 @@ def combine(
         step=step, applied=first.outcome is Outcome.APPLY, loss=ratios.pop("loss"), divisor=first.sums[0],
         grad_norm=first.grad_norm, lr=lr, metrics=ratios | first.metrics, seconds=seconds, attempts=max(r.attempts for r in reports),
         slots=slots, slots_redone=sum(r.slots_redone for r in per_replica), members=view.contributors,
+        link_bytes=sum(r.link_bytes for r in reports) / len(per_replica),
     )
 
 

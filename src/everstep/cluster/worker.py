@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from everstep.checkpoint import adapter, sharded
 from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.island import Island, Round, RoundWork, without_participants
 from everstep.cluster.slots import in_order, micro_batches
 from everstep.config import derive
 from everstep.config.schema import Config, OffloadConfig
@@ -35,7 +36,7 @@ from everstep.errors import CoordinatorLost, DeadlineExceeded, EverstepError, Re
 from everstep.layout import Position
 from everstep.recovery.control import Control
 from everstep.recovery.healing import Healing
-from everstep.recovery.ledger import Contribution
+from everstep.recovery.ledger import Contribution, Ledger, SlotLedger, SumLedger
 from everstep.recovery.link import Link, Links
 from everstep.recovery.replica import ReplicaWorld
 from everstep.recovery.transaction import StepReport, Total, Transaction
@@ -47,6 +48,7 @@ from everstep.telemetry.events import EventLog
 Life = tuple[int, int]  # (replica, build): one formation of a replica, and what every call says it is meant for
 
 CALL_PHASES = {"save_shard": "save", "generate": "rollout", "form": "form"}  # what a rank says it does; other methods: "call"
+STEPS = ("train_step", "train_round")  # they tell their phases themselves
 BROKEN_NOTICE_S = 5.0  # how long a failed collective waits for the coordinator to say that a rank is gone
 OUT_OF_MEMORY_STATUS = 12  # ENOMEM
 
@@ -85,6 +87,8 @@ class Slots(Protocol):
 class EngineState:
     """The engine's state with its version, as heal and the transaction see it (everstep.recovery.heal.State)."""
 
+    island = False
+
     def __init__(self, engine: Engine, version: int | None):
         self.engine, self.version = engine, version
 
@@ -97,6 +101,21 @@ class EngineState:
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         self.engine.load_scalars(scalars)
+
+    @property
+    def weights_key(self) -> tuple[int | None, int]:
+        """Differs whenever the weights do; the same on all ranks of the replica."""
+        return self.version, 0
+
+    def hash(self) -> str:
+        return self.engine.state_hash()
+
+    def restore(self) -> None:
+        """What was written into ``tensors`` is in the engine already."""
+
+    def global_weights(self) -> contextlib.AbstractContextManager[None]:
+        """The engine has no others."""
+        return contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -123,21 +142,27 @@ class StepWork:
         self.step, self.slots = step, len(slots)
         self._worker, self._source, self._loss, self._lr, self._temperature = worker, slots, loss, lr, temperature
 
+    def ledger(self) -> Ledger:
+        return SlotLedger() if self._worker.config.recovery.exact else SumLedger()
+
+    def restart(self) -> None:
+        """Nothing changes before a commit."""
+
+    skip = restart
+
     def compute(self, slots: tuple[int, ...]) -> Contribution:
         engine, dp = self._worker.engine, self._worker.position.dp
         batches = [self._source.fetch(slot, dp) for slot in slots]
-        seeds = [_seed(self._worker.config.seed, self.step, slot, dp) for slot in slots]
+        seeds = [self._worker.seed_of(self.step, slot, dp) for slot in slots]
         sums = engine.accumulate(batches, self._loss, seeds, self._temperature)
         self._worker.victim.spoil(self.step, gradients := engine.gradients())
         return Contribution(gradients, sums.cpu())
 
-    def norm(self, gradients: list[torch.Tensor], divisor: float) -> float:
-        return self._worker.engine.squared_norm(gradients) ** 0.5 / divisor
+    def norm(self, gradients: list[torch.Tensor], sums: torch.Tensor) -> float:
+        return self._worker.engine.squared_norm(gradients) ** 0.5 / float(sums[0])
 
     def apply(self, total: Total) -> None:
-        limit = self._worker.config.optimizer.clip_grad_norm
-        clip = min(1.0, limit / (total.grad_norm + 1e-6)) if limit > 0 else 1.0
-        self._worker.engine.apply(total.gradients, clip / total.divisor, self._lr)
+        self._worker.engine.apply(total.gradients, self._worker.clip(total.grad_norm) / total.divisor, self._lr)
 
 
 class Worker:
@@ -153,11 +178,11 @@ class Worker:
         self._source = source.resolve(config.model)
         self._tokenizer: Any = None
         self._rollout: TransformersRollout | None = None
-        self._rollout_version: int | None = None  # known to every rank: all decide alike whether to gather weights
+        self._rollout_weights: tuple[int | None, int] | None = None  # known to every rank: all decide alike whether to gather weights
         self._formation: Formation | None = None
         self._links: Links | None = None
         self._transaction: Transaction | None = None
-        self._state: EngineState | None = None
+        self._state: EngineState | Island | None = None
         self._kept: Kept | None = None
         self._entered = threading.Event()  # a view has included this worker in its present formation
         self.layout = derive.layout(config)
@@ -175,7 +200,7 @@ class Worker:
         return self._state.engine
 
     @property
-    def state(self) -> EngineState:
+    def state(self) -> EngineState | Island:
         if self._state is None:
             raise WorkerFailed(f"worker {self.worker_id} has no place in a replica yet")
         return self._state
@@ -230,7 +255,7 @@ class Worker:
         if kept:
             kept.move_to_host(self.config.engine.offload)
         self._entered.clear()
-        self._rollout_version = None
+        self._rollout_weights = None
         size = len(formation.workers)
         os.environ.update(
             RANK=str(formation.rank), WORLD_SIZE=str(size), EVERSTEP_REPLICA=str(formation.replica),
@@ -253,7 +278,10 @@ class Worker:
             version = 0
         if formation.reference:
             engine.keep_reference()
-        self._state = EngineState(engine, version)
+        if self.config.semisync.method == "none":
+            self._state = EngineState(engine, version)
+        else:
+            self._state = Island(engine, version, self.config, source.describe(self.config.model))
         if kept:
             engine.load_scalars(kept.scalars)
             for name, tensor in engine.state().items():
@@ -285,7 +313,7 @@ class Worker:
             links.drop_all()
         if state is None or formation is None:
             return
-        if state.version is not None:
+        if state.version is not None and not state.island:  # an island's ranks all begin where one other island is
             self._kept = Kept(self.layout.position(formation.rank), dict(state.engine.state()), state.scalars(), state.version)
         state.engine.close()
         self.events.emit("release", replica=formation.replica, rank=formation.rank)
@@ -364,13 +392,13 @@ class Worker:
                 self.leave()
                 raise ReplicaBroken(f"replica {formation.replica}: {error} (in {method})") from error
             who = f"rank {formation.replica}/{formation.rank}" if formation else f"spare {self.worker_id}"
-            what = f"step {args[0]}" if method == "train_step" else method
+            what = f"step {getattr(args[0], 'step', args[0])}" if method in STEPS else method
             raise WorkerFailed(f"{who} failed in {what}: {type(error).__name__}: {error}") from error
 
     @contextlib.contextmanager
     def _telling(self, method: str) -> Iterator[None]:
         """Say that this rank is in a call from outside, and afterwards, where it was before. A step tells its phases itself."""
-        if method == "train_step":
+        if method in STEPS:
             yield
             return
         before, phase = self.control.where, CALL_PHASES.get(method, "call")
@@ -399,6 +427,26 @@ class Worker:
         report = self._transaction.run(StepWork(self, step, slots, loss.build(), lr, temperature))
         sums, metrics = self.engine.read_sums(report.sums)
         return dataclasses.replace(report, sums=sums, metrics=metrics)
+
+    def train_round(self, round: Round, slots: Slots, loss: LossSpec, rollout: LossSpec | None = None) -> StepReport:
+        """A round of semi-synchronous training. ``rollout``: names what makes the samples (everstep.cluster.island.Rollout)."""
+        assert self._transaction is not None
+        made: Any = rollout.build() if rollout else None
+        report = self._transaction.run(RoundWork(self, round, slots, loss.build(), made))
+        sums, metrics = self.engine.read_sums(without_participants(report.sums))
+        return dataclasses.replace(report, sums=sums, metrics=metrics)
+
+    def tell_inner_step(self, step: int, inner: int, of: int, slots: tuple[int, ...], seconds: float) -> None:
+        self.events.emit("inner_step", step=step, replica=self.formation.replica, rank=self.formation.rank, inner=inner, of=of,
+                         slots=list(slots), seconds=seconds)
+
+    def seed_of(self, step: int, slot: int, dp: int) -> int:
+        return _seed(self.config.seed, step, slot, dp)
+
+    def clip(self, grad_norm: float) -> float:
+        """What a gradient of this norm is multiplied by (optimizer.clip_grad_norm)."""
+        limit = self.config.optimizer.clip_grad_norm
+        return min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0
 
     def generate(self, batch: TrainingBatch, sampling: Sampling) -> TrainingBatch:
         """Completions for prompts; the collecting rank generates, its model-parallel peers help to gather the weights."""
@@ -443,16 +491,17 @@ class Worker:
             self.offload_to_cpu(parameters, gradients, optimizer)
 
     def state_hash(self) -> tuple[int | None, str]:
-        """(version, hash of every tensor and scalar of this rank's state)."""
-        return self.state.version, self.engine.state_hash()
+        """(version, hash of every tensor and scalar of this rank's state; of an island, of what it has in common with the others)."""
+        return self.state.version, self.state.hash()
 
     def save_shard(self, folder: Path) -> sharded.Shard:
         """Write this rank's state, and the weights under HF names (first rank of the replica), into a checkpoint folder."""
         rank = self.formation.rank
         shard = sharded.save_rank(self.state.tensors(), self.state.scalars(), folder, rank, self.layout)
-        sharded.save_hf(self.engine.export_hf(), self._source.hf_config, self.tokenizer, folder / "hf", write=rank == 0)
-        if self.config.lora.rank:
-            adapter.save(self.engine.export_adapter(), self.config, self._source, folder / "adapter", write=rank == 0)
+        with self.state.global_weights():
+            sharded.save_hf(self.engine.export_hf(), self._source.hf_config, self.tokenizer, folder / "hf", write=rank == 0)
+            if self.config.lora.rank:
+                adapter.save(self.engine.export_adapter(), self.config, self._source, folder / "adapter", write=rank == 0)
         return shard
 
     def load_shard(self, folder: Path, version: int, reference: bool) -> None:
@@ -461,6 +510,7 @@ class Worker:
             self.engine.keep_reference()
         self.state.version = None
         self.state.load_scalars(sharded.load_rank(self.state.tensors(), folder, self.formation.rank, self.layout))
+        self.state.restore()
         self.state.version = version
         self.events.emit("load", step=version, path=str(folder))
 
@@ -488,7 +538,7 @@ class Worker:
         elif self._rollout is None:
             dtype = getattr(torch, self.config.model.dtype)
             self._rollout = TransformersRollout(self._source.hf_config, self.tokenizer, self.device, dtype)
-        if self._rollout_version == version:
+        if self._rollout_weights == self.state.weights_key:
             return
         weights = self.engine.export_hf()
         if self._rollout:
@@ -496,7 +546,7 @@ class Worker:
         else:
             for _ in weights:
                 pass  # a collective: every rank of the replica takes part
-        self._rollout_version = version
+        self._rollout_weights = self.state.weights_key
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -6,6 +6,7 @@ come out whole is a :class:`ConfigError` naming the keys to change.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 from collections.abc import Iterable, Mapping
@@ -190,14 +191,48 @@ class Sizes:
     main: StepSizes
     warmup: StepSizes | None
     rl: RlSizes | None
+    inner_steps: int = 1  # optimizer steps of one transaction: a round of semi-synchronous training, else one
+
+    @property
+    def warmup_transactions(self) -> int:
+        return self.warmup.steps // self.inner_steps if self.warmup else 0
 
     @property
     def total_steps(self) -> int:
-        return self.main.steps + (self.warmup.steps if self.warmup else 0)
+        """Transactions: optimizer steps, or rounds of semi-synchronous training. What is numbered in logs, faults and checkpoints."""
+        return self.main.steps // self.inner_steps + self.warmup_transactions
+
+
+def inner_steps(config: Config) -> int:
+    """Optimizer steps of one transaction. ``ConfigError`` if ``semisync.sync_every`` does not come out."""
+    semisync = config.semisync
+    if semisync.method == "none":
+        return 1
+    count = semisync.fragments if isinstance(semisync.fragments, int) else len(semisync.fragments)
+    if count < 1:
+        raise ConfigError(f"semisync.fragments={semisync.fragments}: a model has at least one fragment")
+    if semisync.sync_every % count:
+        raise ConfigError(
+            f"semisync.sync_every={semisync.sync_every} must be a multiple of the {count} fragments of semisync.fragments, which take turns"
+        )
+    return semisync.sync_every // count
 
 
 def sizes(config: Config) -> Sizes:
     """All derived sizes. ``ConfigError`` if the batch arithmetic does not come out."""
+    found = dataclasses.replace(_sizes(config), inner_steps=inner_steps(config))
+    parts = [("sft.steps" if config.recipe == "sft" else "the optimizer steps of rl.iterations", found.main)]
+    parts += [("warmup.steps", found.warmup)] if found.warmup else []
+    for key, step in parts:
+        if step.steps % found.inner_steps:
+            raise ConfigError(
+                f"{key}={step.steps} are not whole rounds of semisync.method={config.semisync.method}, which have {found.inner_steps} "
+                "inner steps (semisync.sync_every / fragments); choose a multiple"
+            )
+    return found
+
+
+def _sizes(config: Config) -> Sizes:
     if config.recipe == "sft":
         main = step_sizes(config, "sft.samples_per_step", config.sft.samples_per_step, config.data.max_tokens, config.sft.steps)
         return Sizes(layout(config), main, None, None)
@@ -272,7 +307,7 @@ def _torch_has_cuda() -> bool:
 
 def saved_steps(config: Config, sizes: Sizes) -> list[int]:
     """Steps after which a run from its start writes a checkpoint: a recipe may save after each of its iterations, or steps."""
-    warm, updates = sizes.warmup.steps if sizes.warmup else 0, sizes.rl.updates_per_iteration if sizes.rl else 1
+    warm, updates = sizes.warmup_transactions, sizes.rl.updates_per_iteration if sizes.rl and sizes.inner_steps == 1 else 1
     saved, last = [], 0
     for step in (*range(1, warm + 1), *range(warm + updates, sizes.total_steps + 1, updates)):
         every, at_end = config.checkpoint.every_steps, config.checkpoint.at_end and step == sizes.total_steps
@@ -283,8 +318,9 @@ def saved_steps(config: Config, sizes: Sizes) -> list[int]:
 
 
 def rollout_steps(config: Config, sizes: Sizes) -> list[int]:
-    """Steps that a rollout of training prompts precedes: the first update of each RL iteration."""
-    if not sizes.rl:
+    """Steps that a rollout of training prompts precedes: the first update of each RL iteration. None in semi-synchronous training,
+    where they are a part of the round."""
+    if not sizes.rl or config.semisync.method != "none":
         return []
     warm = sizes.warmup.steps if sizes.warmup else 0
     return list(range(warm + 1, sizes.total_steps + 1, sizes.rl.updates_per_iteration))

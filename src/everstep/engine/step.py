@@ -73,6 +73,8 @@ _NEEDS: dict[str, tuple[Part, ...]] = {
     "keep_reference": ("parameters",),
     "accumulate": ("parameters", "gradients"),
     "squared_norm": (),
+    "squared_norm_of": (),
+    "stepped": ("parameters", "optimizer"),
     "gather_parameters": ("parameters", "optimizer"),
     "logprobs": (),  # see there
     "values": ("parameters",),
@@ -153,6 +155,7 @@ class Engine:
                 experts = self.arch.experts
                 self._side = SideState(self._ddps, experts.sparse, experts.count, layout) if experts else None
                 self._counted = rank_state.counted_ranges(self._ddps, self._table + self._adapters)
+                self._counted_names = rank_state.counted_names(self._ddps, self._table + self._adapters)
                 self._residence = Residence(
                     {
                         "parameters": functools.partial(rank_state.parameter_memory, self._ddps),
@@ -308,6 +311,10 @@ class Engine:
             own = torch.cat([own, self._side.sums(self.device)])
         return self._sum_over_replica(own)
 
+    def no_sums(self, loss: LossFn) -> Tensor:
+        """What ``accumulate`` returns of no micro-batch: zeros."""
+        return torch.zeros(2 + 2 * len(loss.metric_names) + (self._side.width if self._side else 0), dtype=torch.float64)
+
     def gradients(self) -> list[Tensor]:
         """Flat float32 views of the raw gradient sums that this rank's optimizer owns. Padding elements are zero.
 
@@ -364,6 +371,32 @@ class Engine:
         for ddp in self._ddps:
             if ddp.ddp_config.use_distributed_optimizer:
                 ddp.start_param_sync(force_sync=True)
+
+    # ------------------------------------------------------------------ weights as the optimizer steps them
+
+    @_inside
+    def stepped(self) -> dict[str, Tensor]:
+        """name -> float32 view of what this rank's optimizer steps: masters, or the parameters themselves; with the distributed
+        optimizer only this rank's shard. After writing into them: ``gather_parameters``."""
+        return rank_state.stepped(self._slots)
+
+    def modules_of_stepped(self) -> dict[str, tuple[str, ...]]:
+        """name in ``stepped`` -> the transformers' names of what is in it; every rank knows those it holds."""
+        self._must_be_open()
+        names: dict[str, tuple[str, ...]] = {}
+        for piece in self._table + self._adapters:
+            if piece.stage == self.position.pp:
+                names[piece.local] = (*names.get(piece.local, ()), *piece.names)
+        return {slot.name: names[slot.name] for slot in self._slots}
+
+    @_inside
+    def squared_norm_of(self, tensors: Mapping[str, Tensor]) -> float:
+        """Squared L2 norm over the replica of tensors by their names in ``stepped``, as ``squared_norm``."""
+        own = torch.zeros((), dtype=torch.float64, device=self.device)
+        for name, tensor in tensors.items():
+            if name in self._counted_names:
+                own += torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+        return float(self._sum_over_replica(own.reshape(1)))
 
     # ------------------------------------------------------------------ log-probabilities
 

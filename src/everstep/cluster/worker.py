@@ -458,6 +458,15 @@ class Worker:
             return batch.slice(0, 0)
         return self._rollout.generate(batch, sampling)
 
+    def from_collecting_rank(self, batch: TrainingBatch) -> TrainingBatch:
+        """What the collecting rank of this rank's data-parallel coordinate gives. Collective over the replica."""
+        if self.layout.ranks_per_replica == 1:
+            return batch
+        everybody: list[Any] = [None] * self.layout.ranks_per_replica
+        dist.all_gather_object(everybody, batch if self.formation.rank in self.layout.collect_ranks() else None)
+        found: TrainingBatch = everybody[self.layout.collect_ranks()[self.position.dp]]
+        return found
+
     def logprobs(
         self, batch: TrainingBatch, temperature: float = 1.0, model: Literal["policy", "reference"] = "policy"
     ) -> TrainingBatch:

@@ -41,7 +41,7 @@ class Island:
 
     def __init__(self, engine: Engine, version: int | None, config: Config, shape: ModelShape):
         self.engine, self.version = engine, version
-        weights, inside = engine.stepped(), engine.modules_of_stepped()
+        weights, inside = engine.stepped(), engine.inside_stepped()
         owner = {module: i for i, group in enumerate(settings.fragments(config, shape)) for module in group}
         fragments: list[list[str]] = [[] for _ in set(owner.values())]
         for name in weights:
@@ -240,8 +240,7 @@ class RoundWork:
 
     def norm(self, gradients: list[torch.Tensor], sums: torch.Tensor) -> float:
         """Of the mean pseudo-gradient."""
-        named = dict(zip(self._island.outer.fragment, gradients, strict=True))
-        return self._worker.engine.squared_norm_of(named) ** 0.5 / float(sums[-1])
+        return self._worker.engine.squared_norm(gradients, self._island.outer.fragment) ** 0.5 / float(sums[-1])
 
     def apply(self, total: Total) -> None:
         island, engine, members = self._island, self._worker.engine, float(total.sums[-1])

@@ -186,6 +186,16 @@ def stepped(slots: Sequence[Slot]) -> dict[str, Tensor]:
     return {slot.name: slot.stepped.detach() for slot in slots}
 
 
+def names_inside(slots: Sequence[Slot], table: list[Piece]) -> dict[str, tuple[str, ...]]:
+    """name of a slot -> Hugging Face names of the tensors in that parameter."""
+    stage = mpu.get_pipeline_model_parallel_rank()
+    names: dict[str, tuple[str, ...]] = {}
+    for piece in table:
+        if piece.stage == stage:
+            names[piece.local] = (*names.get(piece.local, ()), *piece.names)
+    return {slot.name: names[slot.name] for slot in slots}
+
+
 def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     merged: list[tuple[int, int]] = []
     for start, end in sorted(ranges):

@@ -32,13 +32,8 @@ from everstep.engine.arrange import Grid, Packed
 from everstep.engine.columns import Columns
 from everstep.engine.determinism import set_determinism
 from everstep.engine.groups import (
-    abort_groups,
-    broken_replica,
-    close_groups,
-    forget_frames,
-    give_memory_back,
-    open_groups,
-)
+    abort_groups, broken_replica, close_groups, forget_frames, give_memory_back, open_groups, sum_over_replica,
+)  # fmt: skip
 from everstep.engine.loss import LossFn, pack_sums
 from everstep.engine.model import (
     build_chunks,
@@ -73,7 +68,6 @@ _NEEDS: dict[str, tuple[Part, ...]] = {
     "keep_reference": ("parameters",),
     "accumulate": ("parameters", "gradients"),
     "squared_norm": (),
-    "squared_norm_of": (),
     "stepped": ("parameters", "optimizer"),
     "gather_parameters": ("parameters", "optimizer"),
     "logprobs": (),  # see there
@@ -309,7 +303,7 @@ class Engine:
         own = total if self._answers() else torch.zeros_like(total)
         if self._side is not None:
             own = torch.cat([own, self._side.sums(self.device)])
-        return self._sum_over_replica(own)
+        return sum_over_replica(own)
 
     def no_sums(self, loss: LossFn) -> Tensor:
         """What ``accumulate`` returns of no micro-batch: zeros."""
@@ -333,17 +327,18 @@ class Engine:
         return sums[:cut], routing_metrics(sums[cut:], experts.count, experts.aux_loss_coef, sums[0])
 
     @_inside
-    def squared_norm(self, totals: list[Tensor]) -> float:
-        """Squared L2 norm of the replica's whole gradient, from tensors shaped like ``gradients()``.
+    def squared_norm(self, totals: Sequence[Tensor], names: Sequence[str] | None = None) -> float:
+        """Squared L2 norm over the replica of tensors shaped like ``gradients()``, or like those of ``stepped()`` with these ``names``.
 
-        Every parameter counts once, whatever the layout. Bitwise equal on all ranks of the replica, and on all
-        replicas with equal totals. Not finite if the gradient is not.
+        Every parameter counts once, whatever the layout. Bitwise equal on all ranks of the replica, and on all replicas with equal
+        totals. Not finite if a number is not.
         """
         own = torch.zeros((), dtype=torch.float64, device=self.device)
-        for total, ranges in zip(totals, self._counted, strict=True):
+        counted = self._counted if names is None else [[(0, t.numel())] * (n in self._counted_names) for n, t in zip(names, totals, strict=True)]
+        for total, ranges in zip(totals, counted, strict=True):
             for start, end in ranges:
-                own += torch.linalg.vector_norm(total[start:end], dtype=torch.float64).square()
-        return float(self._sum_over_replica(own.reshape(1)))
+                own += torch.linalg.vector_norm(total.view(-1)[start:end], dtype=torch.float64).square()
+        return float(sum_over_replica(own.reshape(1)))
 
     @_inside
     def apply(self, totals: list[Tensor], scale: float, lr: float) -> None:
@@ -372,31 +367,15 @@ class Engine:
             if ddp.ddp_config.use_distributed_optimizer:
                 ddp.start_param_sync(force_sync=True)
 
-    # ------------------------------------------------------------------ weights as the optimizer steps them
-
     @_inside
     def stepped(self) -> dict[str, Tensor]:
-        """name -> float32 view of what this rank's optimizer steps: masters, or the parameters themselves; with the distributed
-        optimizer only this rank's shard. After writing into them: ``gather_parameters``."""
+        """name -> float32 view of what this rank's optimizer steps (its masters or parameters); ``gather_parameters`` after writing."""
         return rank_state.stepped(self._slots)
 
-    def modules_of_stepped(self) -> dict[str, tuple[str, ...]]:
-        """name in ``stepped`` -> the transformers' names of what is in it; every rank knows those it holds."""
+    def inside_stepped(self) -> dict[str, tuple[str, ...]]:
+        """name in ``stepped`` -> transformers' names of the tensors in it."""
         self._must_be_open()
-        names: dict[str, tuple[str, ...]] = {}
-        for piece in self._table + self._adapters:
-            if piece.stage == self.position.pp:
-                names[piece.local] = (*names.get(piece.local, ()), *piece.names)
-        return {slot.name: names[slot.name] for slot in self._slots}
-
-    @_inside
-    def squared_norm_of(self, tensors: Mapping[str, Tensor]) -> float:
-        """Squared L2 norm over the replica of tensors by their names in ``stepped``, as ``squared_norm``."""
-        own = torch.zeros((), dtype=torch.float64, device=self.device)
-        for name, tensor in tensors.items():
-            if name in self._counted_names:
-                own += torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
-        return float(self._sum_over_replica(own.reshape(1)))
+        return rank_state.names_inside(self._slots, self._table + self._adapters)
 
     # ------------------------------------------------------------------ log-probabilities
 
@@ -605,15 +584,6 @@ class Engine:
         most = torch.tensor(micro_batches, device=self.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mpu.get_expert_model_parallel_group())
         return int(most)
-
-    def _sum_over_replica(self, own: Tensor) -> Tensor:
-        """Sum over the replica's ranks in the order of ranks, so that it is bitwise equal everywhere; on the CPU."""
-        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, own)
-        total = torch.zeros_like(own)
-        for one in everyone:
-            total += one
-        return total.cpu()
 
 
 def _token_values(outputs: Tensor, arranged: Grid | Packed) -> Tensor:

@@ -105,7 +105,7 @@ def train(run: Run) -> None:
 def islands(run: Run, prompts: SampleStream, reward: Any, iteration: int, has_reference: bool) -> None:
     """Semi-synchronous: each replica makes rollouts of its own prompts with its own weights, and an update from them, some iterations
     long; then weights are synchronised. Metrics are means over the iterations of a round."""
-    config, group, rl, inner = run.config, run.group, run.config.rl, run.inner_steps
+    config, rl, inner = run.config, run.config.rl, run.inner_steps
     state = lambda: {"prompts": prompts.state_dict(), "iteration": iteration, "reference": has_reference}
     how = policy_loss(config, on_policy=True).args | {"max_response_tokens": config.rollout.max_response_tokens}
     loss = LossSpec("everstep.rl.island:island_loss", {name: value for name, value in how.items() if name != "on_policy"})

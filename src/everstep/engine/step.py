@@ -26,14 +26,11 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from everstep.engine import cpu, fusion, hf, lora
+from everstep.engine import cpu, fusion, groups, hf, lora
 from everstep.engine import state as rank_state
 from everstep.engine.arrange import Grid, Packed
 from everstep.engine.columns import Columns
 from everstep.engine.determinism import set_determinism
-from everstep.engine.groups import (
-    abort_groups, broken_replica, close_groups, forget_frames, give_memory_back, open_groups, sum_over_replica,
-)  # fmt: skip
 from everstep.engine.loss import LossFn, pack_sums
 from everstep.engine.model import (
     build_chunks,
@@ -90,10 +87,10 @@ def _inside(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate
                 raise ReplicaBroken("the replica's groups were aborted")
             return result
         except Exception as error:
-            broken = broken_replica(error)
+            broken = groups.broken_replica(error)
             if broken is None:
                 raise
-            forget_frames(error.__traceback__)
+            groups.forget_frames(error.__traceback__)
         raise broken
 
     return wrapped
@@ -133,7 +130,7 @@ class Engine:
         try:
             with cpu.redirected():
                 if beside is None:
-                    open_groups(layout)
+                    groups.open_groups(layout)
                 else:
                     beside._must_be_open()
                 # Before the model: Megatron's tracker must exist when layers with dropout are built.
@@ -159,10 +156,10 @@ class Engine:
                     device,
                 )
         except Exception as error:
-            broken = broken_replica(error)
+            broken = groups.broken_replica(error)
             if broken is None:
                 raise
-            forget_frames(error.__traceback__)
+            groups.forget_frames(error.__traceback__)
         else:
             self._reference: rank_state.ReferenceCopy | lora.AdapterReference | None = None
             return
@@ -303,7 +300,7 @@ class Engine:
         own = total if self._answers() else torch.zeros_like(total)
         if self._side is not None:
             own = torch.cat([own, self._side.sums(self.device)])
-        return sum_over_replica(own)
+        return groups.sum_over_replica(own)
 
     def no_sums(self, loss: LossFn) -> Tensor:
         """What ``accumulate`` returns of no micro-batch: zeros."""
@@ -338,7 +335,7 @@ class Engine:
         for total, ranges in zip(totals, counted, strict=True):
             for start, end in ranges:
                 own += torch.linalg.vector_norm(total.view(-1)[start:end], dtype=torch.float64).square()
-        return float(sum_over_replica(own.reshape(1)))
+        return float(groups.sum_over_replica(own.reshape(1)))
 
     @_inside
     def apply(self, totals: list[Tensor], scale: float, lr: float) -> None:
@@ -507,7 +504,7 @@ class Engine:
         wait ends when the neighbours close their sockets.
         """
         self._aborted = True
-        abort_groups()
+        groups.abort_groups()
 
     def close(self) -> None:
         """Drop the model and every process group of the replica, its world included. Idempotent; talks to nobody.
@@ -522,9 +519,9 @@ class Engine:
         for name in ("_ddps", "_optimizer", "_slots", "_reference", "_megatron", "_columns", "_residence"):
             self.__dict__.pop(name, None)
         if self._beside is None:
-            close_groups()
+            groups.close_groups()
         else:
-            give_memory_back()
+            groups.give_memory_back()
 
     # ------------------------------------------------------------------ inside
 

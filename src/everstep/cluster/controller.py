@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
@@ -23,7 +24,7 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.dispatch import get_dispatch, ranks_of
 from everstep.cluster.group import StepResult
 from everstep.cluster.host import Host, ProcessEnded, WorkerSpec
-from everstep.cluster.island import Round
+from everstep.cluster.island import Round, island_folder
 from everstep.cluster.owed import Owed
 from everstep.cluster.repair import Repair
 from everstep.cluster.results import combine, compare_hashes
@@ -337,7 +338,7 @@ class Controller:
                 calls = {self._host.submit(w, life, "save_shard", folder): i for i, w in enumerate(member.workers)}
                 shards = self._gather(calls, [(w, member) for w in member.workers], "save_shard")
                 if shards is not None:
-                    return shards
+                    return shards + (self._save_islands(folder, member) if self.config.semisync.method != "none" else [])
                 # Its living ranks may still write: two writers of one file would spoil it.
                 if not self._all_done(calls, _DEATH_CONFIRM_S):
                     raise DeadlineExceeded(
@@ -347,6 +348,23 @@ class Controller:
 
         state = SavedRun(self.committed_step, self._reference, recipe_state)
         return saving.save(self._run_dir.checkpoints, state, self.layout, self.config.checkpoint.keep_last, write, self._events)
+
+    def _save_islands(self, folder: Path, writer: Member) -> list[Shard]:
+        """The other replicas' local state. Of one that dies meanwhile there is none: it will begin where ``writer`` is."""
+        shards: list[Shard] = []
+        view = self.server.coordinator.view
+        for member in view.members:
+            if member == writer or member.replica in view.healing:
+                continue
+            life = (member.replica, member.build)
+            calls = {self._host.submit(w, life, "save_island", folder): i for i, w in enumerate(member.workers)}
+            written = self._gather(calls, [(w, member) for w in member.workers], "save_island")
+            if written is not None:
+                shards += written
+            else:
+                self._all_done(calls, _DEATH_CONFIRM_S)
+                shutil.rmtree(island_folder(folder, member.replica), ignore_errors=True)  # what it wrote of it
+        return shards
 
     def load(self, path: Path) -> dict[str, Any]:
         """Before the first step only: every rank reads its shard; the coordinator continues from the checkpoint's step."""

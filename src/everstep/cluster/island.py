@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -250,6 +251,11 @@ class RoundWork:
         engine.gather_parameters()
         island.take()
         island.steps_made += 1
+
+
+def island_folder(checkpoint: Path, replica: int) -> Path:
+    """Where a replica that did not write the checkpoint itself keeps its local state."""
+    return checkpoint / "islands" / f"replica-{replica:03d}"
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

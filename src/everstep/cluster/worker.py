@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from everstep.checkpoint import adapter, sharded
 from everstep.cluster.batch import TrainingBatch
-from everstep.cluster.island import Island, Round, RoundWork, without_participants
+from everstep.cluster.island import Island, Round, RoundWork, island_folder, without_participants
 from everstep.cluster.slots import in_order, micro_batches
 from everstep.config import derive
 from everstep.config.schema import Config, OffloadConfig
@@ -47,7 +47,7 @@ from everstep.telemetry.events import EventLog
 
 Life = tuple[int, int]  # (replica, build): one formation of a replica, and what every call says it is meant for
 
-CALL_PHASES = {"save_shard": "save", "generate": "rollout", "form": "form"}  # what a rank says it does; other methods: "call"
+CALL_PHASES = {"save_shard": "save", "save_island": "save", "generate": "rollout", "form": "form"}  # what a rank says it does; other methods: "call"
 STEPS = ("train_step", "train_round")  # they tell their phases themselves
 BROKEN_NOTICE_S = 5.0  # how long a failed collective waits for the coordinator to say that a rank is gone
 OUT_OF_MEMORY_STATUS = 12  # ENOMEM
@@ -513,15 +513,24 @@ class Worker:
                 adapter.save(self.engine.export_adapter(), self.config, self._source, folder / "adapter", write=rank == 0)
         return shard
 
+    def save_island(self, folder: Path) -> sharded.Shard:
+        """Write what this rank has beside the other replicas' ranks of its position (semi-synchronous training)."""
+        own = island_folder(folder, self.formation.replica)
+        shard = sharded.save_rank(self.state.tensors(), self.state.scalars(), own, self.formation.rank, self.layout)
+        return sharded.Shard(shard.rank, {(own.relative_to(folder) / path).as_posix(): entry for path, entry in shard.files.items()})
+
     def load_shard(self, folder: Path, version: int, reference: bool) -> None:
-        """Restore this rank from a checkpoint folder of the same layout inside a replica."""
+        """Restore this rank from a checkpoint folder of the same layout inside a replica; an island from its own part, if that is there,
+        else as the island whose replica wrote the checkpoint."""
         if reference:
             self.engine.keep_reference()
         self.state.version = None
-        self.state.load_scalars(sharded.load_rank(self.state.tensors(), folder, self.formation.rank, self.layout))
+        own = island_folder(folder, self.formation.replica)
+        source_folder = own if self.state.island and own.is_dir() else folder
+        self.state.load_scalars(sharded.load_rank(self.state.tensors(), source_folder, self.formation.rank, self.layout))
         self.state.restore()
         self.state.version = version
-        self.events.emit("load", step=version, path=str(folder))
+        self.events.emit("load", step=version, path=str(source_folder))
 
     def memory_bytes(self) -> int:
         """Device memory in use (CUDA), or resident memory of the process (CPU)."""

@@ -243,17 +243,39 @@ def _sizes(config: Config) -> Sizes:
     if samples % rl.updates_per_pass:
         raise ConfigError(f"rl.updates_per_pass={rl.updates_per_pass} does not divide {product}; change one of them")
     updates = rl.passes * rl.updates_per_pass
-    main = step_sizes(
-        config,
-        "rl.prompts_per_step*rl.samples_per_prompt" + ("/rl.updates_per_pass" if rl.updates_per_pass > 1 else ""),
-        samples // rl.updates_per_pass,
-        config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-        rl.iterations * updates,
-    )
+    if config.semisync.method != "none":
+        main = _island_sizes(config, product, samples)
+    else:
+        main = step_sizes(
+            config,
+            "rl.prompts_per_step*rl.samples_per_prompt" + ("/rl.updates_per_pass" if rl.updates_per_pass > 1 else ""),
+            samples // rl.updates_per_pass,
+            config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+            rl.iterations * updates,
+        )
     warmup = None
     if warm.steps:
         warmup = step_sizes(config, "warmup.samples_per_step", warm.samples_per_step, config.data.max_tokens, warm.steps)
     return Sizes(layout(config), main, warmup, RlSizes(samples, updates, rl.iterations))
+
+
+def _island_sizes(config: Config, product: str, samples: int) -> StepSizes:
+    """An RL step of islands: a slot is a prompt, with all its completions, for each inner data-parallel rank of one replica."""
+    per_slot, replicas = config.rl.samples_per_prompt * config.layout.dp, config.layout.replicas
+    if samples % per_slot or samples // per_slot < replicas:
+        raise ConfigError(
+            f"{product}: with semisync.method={config.semisync.method} each of layout.replicas={replicas} replicas takes whole prompts, as many for "
+            f"each of layout.dp={config.layout.dp} ranks; rl.prompts_per_step={config.rl.prompts_per_step} must be a multiple of layout.dp, and at "
+            f"least {replicas * config.layout.dp}"
+        )
+    slots, max_tokens = samples // per_slot, config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    budget = config.train.tokens_per_micro_batch
+    if budget is not None and budget < max_tokens:
+        raise ConfigError(
+            f"train.tokens_per_micro_batch={budget} is too small for a sample of {max_tokens} tokens, which is what "
+            f"{_max_tokens_keys(config, max_tokens)} allows; raise the one, or lower the other"
+        )
+    return StepSizes(samples, per_slot, slots, _shares(slots, replicas), max_tokens, config.rl.iterations)
 
 
 # ---------------------------------------- what depends on where we are

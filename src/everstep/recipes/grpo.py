@@ -20,7 +20,7 @@ from everstep.errors import BadInput
 from everstep.recipes import sft
 from everstep.recipes.run import Run, Stopwatch, step_metrics
 from everstep.recipes.schedule import learning_rate
-from everstep.rl import credit
+from everstep.rl import credit, island
 from everstep.rl.rewards import resolve, score
 from everstep.rl.rollout import Sampling, repeat_prompts
 from everstep.telemetry.console import Completion
@@ -106,16 +106,14 @@ def islands(run: Run, prompts: SampleStream, reward: Any, iteration: int, has_re
     """Semi-synchronous: each replica makes rollouts of its own prompts with its own weights, and an update from them, some iterations
     long; then weights are synchronised. Metrics are means over the iterations of a round."""
     config, rl, inner = run.config, run.config.rl, run.inner_steps
-    state = lambda: {"prompts": prompts.state_dict(), "iteration": iteration, "reference": has_reference}
-    how = policy_loss(config, on_policy=True).args | {"max_response_tokens": config.rollout.max_response_tokens}
-    loss = LossSpec("everstep.rl.island:island_loss", {name: value for name, value in how.items() if name != "on_policy"})
+    state = lambda: {"prompts": prompts.state_dict(), "iteration": iteration, "reference": has_reference, "kl_coef": rl.kl_coef}
     run.start(rl.iterations, "iteration", iteration)
     while iteration < rl.iterations:
         watch = Stopwatch()
         taken = [run.data.train.batch(prompts.take(rl.prompts_per_step)) for _ in range(inner)]
         lrs = [learning_rate(config.optimizer, iteration + i, rl.iterations) for i in range(1, inner + 1)]
         asked = [repeat_prompts(batch, rl.samples_per_prompt) for batch in taken]
-        result = run.train(asked, loss, lrs, config.rollout.temperature, LossSpec("everstep.rl.island:grpo_rollout"))
+        result = run.train(asked, island.loss_spec(config), lrs, config.rollout.temperature, island.ROLLOUT)
         prompts.mark_trained(sum(map(len, taken)))
         iteration += inner
         watch.lap("step")

@@ -7,15 +7,16 @@ coordinate; the others get what they made. Nothing here talks to another replica
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.slots import micro_batches
-from everstep.engine.loss import LossFn, LossOutput
-from everstep.rl import advantages
+from everstep.config.schema import Config
+from everstep.engine.loss import LossFn, LossOutput, LossSpec
+from everstep.rl import credit
 from everstep.rl.losses import PolicyLoss, policy_loss
 from everstep.rl.rewards import resolve, score
 from everstep.rl.rollout import Sampling
@@ -24,25 +25,22 @@ if TYPE_CHECKING:
     from everstep.cluster.worker import Worker
 
 
-def grpo_rollout() -> GrpoRollout:
-    """Everything it needs is in the worker's configuration."""
-    return GrpoRollout()
-
-
 class GrpoRollout:
-    """everstep.cluster.island.Rollout."""
+    """everstep.cluster.island.Rollout. What an estimator takes over a batch, it takes over the samples of one island and data-parallel rank."""
 
     def __call__(self, worker: Worker, prompts: TrainingBatch) -> list[TrainingBatch]:
-        config = worker.config
+        config, rl, temperature = worker.config, worker.config.rl, worker.config.rollout.temperature
         samples = worker.generate(prompts, Sampling.for_training(config))
         if len(samples):
             reward = resolve(config.reward, config.data.source, config.data.source_args)
-            scores = torch.tensor(score(reward, samples))
-            estimates = advantages.estimate(config.rl.advantage, scores, samples.column("group"), config.rl.advantage_eps)
-            samples = samples.with_tensors(scores=scores, advantages=advantages.spread(estimates, samples["loss_mask"]))
+            samples = samples.with_tensors(scores=torch.tensor(score(reward, samples)))
         samples = worker.from_collecting_rank(samples)
-        if config.rl.kl_coef > 0:
-            samples = worker.from_collecting_rank(worker.logprobs(samples, config.rollout.temperature, "reference"))
+        if rl.kl_coef > 0:
+            samples = worker.from_collecting_rank(worker.logprobs(samples, temperature, "reference"))
+        if credit.needs_old_logprobs(rl):
+            old = worker.from_collecting_rank(worker.logprobs(samples, temperature))
+            samples = samples.with_tensors(old_logprobs=old["logprobs"])
+        samples, _ = credit.assign(samples, samples["scores"], rl, rl.kl_coef)
         return [micro for _, micro in micro_batches(samples, config.train)]
 
 
@@ -70,8 +68,17 @@ class IslandLoss:
         return output
 
 
-def island_loss(max_response_tokens: int, **arguments: object) -> LossFn:
-    """``everstep.rl.losses.policy_loss`` with these arguments, on policy, with the metrics of rollouts."""
-    policy = policy_loss(**arguments, on_policy=True)  # type: ignore[arg-type]
+def island_loss(max_response_tokens: int, **arguments: Any) -> LossFn:
+    """``everstep.rl.losses.policy_loss`` with these arguments, with the metrics of rollouts."""
+    policy = policy_loss(**arguments)
     assert isinstance(policy, PolicyLoss)
     return IslandLoss(policy, max_response_tokens)
+
+
+def loss_spec(config: Config) -> LossSpec:
+    """The loss of an island's inner steps."""
+    policy = credit.policy_loss(config.rl, config.rollout, on_policy=True, kl_coef=config.rl.kl_coef)
+    return LossSpec("everstep.rl.island:island_loss", policy.args | {"max_response_tokens": config.rollout.max_response_tokens})
+
+
+ROLLOUT = LossSpec("everstep.rl.island:GrpoRollout")

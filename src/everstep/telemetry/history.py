@@ -118,8 +118,7 @@ def check(folder: str | os.PathLike[str]) -> list[Finding]:
     findings = []
     invariants = dict(INVARIANTS)
     if record.kind("inner_step"):
-        number, text, examine = SEMISYNC_INVARIANT
-        invariants[number] = text, examine
+        invariants |= SEMISYNC_INVARIANTS
     for number, (text, examine) in invariants.items():
         try:
             looked_at, enough = examine(record)
@@ -366,8 +365,9 @@ INVARIANTS: dict[int, tuple[str, Callable[[Record], tuple[str, bool]]]] = {
     9: ("a slot is computed again only if its owner died, or if the step was dealt anew", redo_is_bounded),
 }
 #: Of runs in which replicas make inner steps by themselves (semisync.method).
-SEMISYNC_INVARIANT = (11, "the slots of a round are those of its inner steps; a death costs one replica's inner steps of one round",
-                      inner_steps_are_of_their_slots)
+SEMISYNC_INVARIANTS: dict[int, tuple[str, Callable[[Record], tuple[str, bool]]]] = {
+    11: ("the slots of a round are those of its inner steps; a death costs one replica's inner steps of one round", inner_steps_are_of_their_slots),
+}
 
 
 def _epoch(value: object) -> Epoch | None:

@@ -24,9 +24,10 @@ import torch.distributed as dist
 from everstep.checkpoint import adapter, sharded
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.island import Island, Round, RoundWork, island_folder, without_participants
+from everstep.cluster.rank_state import Kept, WholeState
 from everstep.cluster.slots import in_order, micro_batches
 from everstep.config import derive
-from everstep.config.schema import Config, OffloadConfig
+from everstep.config.schema import Config
 from everstep.engine import cpu, source
 from everstep.engine.groups import close_groups
 from everstep.engine.loss import LossFn, LossSpec
@@ -42,12 +43,13 @@ from everstep.recovery.replica import ReplicaWorld
 from everstep.recovery.transaction import StepReport, Total, Transaction
 from everstep.recovery.victim import Victim
 from everstep.recovery.view import Kind, Record
-from everstep.rl.rollout.transformers import Sampling, TransformersRollout
+from everstep.rl.rollout import Sampling, sync
+from everstep.rl.rollout.transformers import TransformersRollout
 from everstep.telemetry.events import EventLog
 
 Life = tuple[int, int]  # (replica, build): one formation of a replica, and what every call says it is meant for
 
-CALL_PHASES = {"save_shard": "save", "save_island": "save", "generate": "rollout", "form": "form"}  # what a rank says it does; other methods: "call"
+CALL_PHASES = {"save_shard": "save", "save_island": "save", "generate": "rollout", "send_weights": "send", "form": "form"}  # what a rank says it does; other methods: "call"
 STEPS = ("train_step", "train_round")  # they tell their phases themselves
 BROKEN_NOTICE_S = 5.0  # how long a failed collective waits for the coordinator to say that a rank is gone
 OUT_OF_MEMORY_STATUS = 12  # ENOMEM
@@ -82,57 +84,6 @@ class Slots(Protocol):
 
     def __len__(self) -> int: ...
     def fetch(self, slot: int, dp: int) -> TrainingBatch: ...
-
-
-class EngineState:
-    """The engine's state with its version, as heal and the transaction see it (everstep.recovery.heal.State)."""
-
-    island = False
-
-    def __init__(self, engine: Engine, version: int | None):
-        self.engine, self.version = engine, version
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Without what LoRA never trains: every rank has that from model.path, and the scalars tell whether it is the same."""
-        return self.engine.state(frozen=False)
-
-    def scalars(self) -> dict[str, Any]:
-        return self.engine.state_scalars()
-
-    def load_scalars(self, scalars: dict[str, Any]) -> None:
-        self.engine.load_scalars(scalars)
-
-    @property
-    def weights_key(self) -> tuple[int | None, int]:
-        """Differs whenever the weights do; the same on all ranks of the replica."""
-        return self.version, 0
-
-    def hash(self) -> str:
-        return self.engine.state_hash()
-
-    def restore(self) -> None:
-        """What was written into ``tensors`` is in the engine already."""
-
-    def global_weights(self) -> contextlib.AbstractContextManager[None]:
-        """The engine has no others."""
-        return contextlib.nullcontext()
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The state of a rank that lives on after its replica broke; the engine it came from is closed."""
-
-    position: Position
-    tensors: dict[str, torch.Tensor]
-    scalars: dict[str, Any]
-    version: int
-
-    def move_to_host(self, offload: OffloadConfig) -> None:
-        """What may be offloaded goes, so that the engine that is built next need not find room beside it."""
-        kinds = (("param/",) if offload.parameters else ()) + (("master/", "exp_avg/", "exp_avg_sq/") if offload.optimizer else ())
-        for name, tensor in self.tensors.items():
-            if name.startswith(kinds) and tensor.is_cuda:
-                self.tensors[name] = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
 
 class StepWork:
@@ -182,7 +133,7 @@ class Worker:
         self._formation: Formation | None = None
         self._links: Links | None = None
         self._transaction: Transaction | None = None
-        self._state: EngineState | Island | None = None
+        self._state: WholeState | Island | None = None
         self._kept: Kept | None = None
         self._entered = threading.Event()  # a view has included this worker in its present formation
         self.layout = derive.layout(config)
@@ -200,7 +151,7 @@ class Worker:
         return self._state.engine
 
     @property
-    def state(self) -> EngineState | Island:
+    def state(self) -> WholeState | Island:
         if self._state is None:
             raise WorkerFailed(f"worker {self.worker_id} has no place in a replica yet")
         return self._state
@@ -279,7 +230,7 @@ class Worker:
         if formation.reference:
             engine.keep_reference()
         if self.config.semisync.method == "none":
-            self._state = EngineState(engine, version)
+            self._state = WholeState(engine, version)
         else:
             self._state = Island(engine, version, self.config, source.describe(self.config.model))
         if kept:
@@ -466,6 +417,24 @@ class Worker:
         dist.all_gather_object(everybody, batch if self.formation.rank in self.layout.collect_ranks() else None)
         found: TrainingBatch = everybody[self.layout.collect_ranks()[self.position.dp]]
         return found
+
+    def send_weights(self, streams: dict[str, str], version: int, kind: sync.Kind) -> dict[str, str]:
+        """Serve rollout engines (engine -> the stream that it joins) the weights of committed step ``version``.
+
+        A collective of the replica: every rank gathers, the first one sends. Returns, there, engine -> why it did not get all.
+        """
+        if self.state.version != version:
+            raise WorkerFailed(f"weights of step {version} were asked for; worker {self.worker_id} is at {self.state.version}")
+        export = {"full": self.engine.export_hf, "base": self.engine.export_frozen, "adapter": self.engine.export_adapter}[kind]
+        if self.formation.rank != min(self.layout.collect_ranks()):
+            for _ in export():
+                pass
+            return {}
+        with contextlib.ExitStack() as closing:
+            ends = {n: closing.enter_context(sync.stream(s, self.store, self.config.rollout.sync_timeout_s)) for n, s in streams.items()}
+            served, missed = sync.all_served(ends, self.control.local_host)
+            _, failed = sync.send(served, export(), version)
+        return missed | failed
 
     def logprobs(
         self, batch: TrainingBatch, temperature: float = 1.0, model: Literal["policy", "reference"] = "policy"

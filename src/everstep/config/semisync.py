@@ -49,6 +49,11 @@ def check(config: Config, shape: ModelShape) -> None:
             f"semisync.method={method} with recipe=grpo: an inner step is a rollout and one update, so rl.passes={config.rl.passes} and "
             f"rl.updates_per_pass={config.rl.updates_per_pass} must be 1"
         )
+    if config.recipe == "grpo" and config.rollout.engines:
+        raise ConfigError(
+            f"rollout.engines={config.rollout.engines} generate with the committed weights, but with semisync.method={method} each replica makes "
+            "rollouts with its own; set rollout.engines=0"
+        )
     if config.recipe == "grpo" and config.rl.kl_target:
         raise ConfigError(
             f"rl.kl_target={config.rl.kl_target} adapts one coefficient to the samples of all replicas, which semisync.method={method} leaves on "

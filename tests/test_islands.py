@@ -40,7 +40,7 @@ def trained(folder: Path, *overrides: str, file: str = SFT) -> Finished:
 def assert_sound(run: Finished, rounds: int = ROUNDS) -> None:
     findings = check(run.folder)
     assert not [f for f in findings if f.held is False], findings
-    assert all(f.held for f in findings if f.number != 7), findings
+    assert all(f.held for f in findings if f.number not in (7, 10)), findings  # not every run writes a checkpoint, or has engines
     assert 11 in [f.number for f in findings]
     books = account(run.events)
     assert books.exact and books.committed == rounds and books.samples_dropped == 0

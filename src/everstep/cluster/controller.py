@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,21 +24,22 @@ from everstep.checkpoint.sharded import Shard
 from everstep.cluster import takeover
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.dispatch import get_dispatch, ranks_of
+from everstep.cluster.forming import form
 from everstep.cluster.group import StepResult
 from everstep.cluster.host import Host, ProcessEnded, WorkerSpec
 from everstep.cluster.island import Round, island_folder
-from everstep.cluster.owed import Owed
+from everstep.cluster.owed import POLL_S, Owed, all_done, gather
 from everstep.cluster.repair import Repair
 from everstep.cluster.results import combine, compare_hashes
-from everstep.cluster.rollback import RankLost, Rollback
+from everstep.cluster.rollback import Rollback
+from everstep.cluster.sharing import Sharing
 from everstep.cluster.slots import cut_round, cut_slots, require_synchronous, sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
-from everstep.cluster.worker import Formation, called_off
+from everstep.cluster.worker import Formation
 from everstep.config import derive
 from everstep.config.schema import Config, Fault
 from everstep.engine.loss import LossSpec
 from everstep.errors import (
-    BadInput,
     CoordinatorLost,
     DeadlineExceeded,
     EverstepError,
@@ -60,32 +61,11 @@ from everstep.rl.rollout.pool import RolloutPool
 from everstep.rl.rollout.sync import Kind as WeightsKind
 from everstep.rl.rollout.sync import off_key
 from everstep.run_dir import RunDir
-from everstep.telemetry.events import ENGINES, EventLog, read_events
+from everstep.telemetry.events import ENGINES, EventLog
 
 T = TypeVar("T")
 _DEATH_CONFIRM_S = 30.0
-_POLL_S = 0.2
 _STATES_KEPT = 10_000  # steps
-_CALL_OFF_S = 10.0  # for the living ranks of a formation that lost one, to leave it
-
-
-class _Sharing:
-    """Hands each batch to the host once, however many ranks get it."""
-
-    def __init__(self, host: Host) -> None:
-        self.nbytes, self.seconds = 0, 0.0
-        self._host = host
-        self._shared: dict[int, tuple[Any, Any]] = {}
-
-    def __call__(self, value: Any) -> Any:
-        if not isinstance(value, TrainingBatch):
-            return value
-        if id(value) not in self._shared:
-            start = time.monotonic()
-            self._shared[id(value)] = (value, self._host.share(value))
-            self.seconds += time.monotonic() - start
-            self.nbytes += value.nbytes
-        return self._shared[id(value)][1]
 
 
 class Controller:
@@ -173,36 +153,21 @@ class Controller:
         self._server.open(members)
 
     def _take_over(self, log: CommitLog, token: str) -> None:
-        start, recovery = time.monotonic(), self.config.recovery
-        before = rendezvous.find(self._run_dir.path)
-        if before is None:
-            raise BadInput(f"--attach: {self._run_dir.path} has no workers that wait for a controller; start again with resume=auto")
-        written = read_events(self._run_dir.events)
-        self._host.attach(before.host)
+        start, adopting = time.monotonic(), takeover.Adopting(self.config, self._run_dir, self._host, self.server)
+        adopting.reach()
         self._announce(log.incarnation, token)
-        died: list[str] = []
-        self._host.watch(lambda worker: self._process_ended(worker) if self._repair else died.append(worker))
-        told = takeover.await_answers(self.server, self._host.infos, died, recovery.silence_s)
-        decided = takeover.decide(log.past, told, self._run_dir.path)
-        if decided.state is None:
-            raise BadInput(f"--attach: step {decided.last.view.committed} has no state of the recipe in the commit record; start again with resume=auto")
-        self._reference, self.recipe_state = decided.reference, decided.state
+        self._host.watch(lambda worker: self._process_ended(worker) if self._repair else adopting.died.append(worker))
+        decided = adopting.decide(log.past)
+        self._reference, self.recipe_state = decided.reference, decided.state or {}
         self._states |= log.past.states
-        gone = {w for m in decided.lives.values() for w in m.workers if w not in told}
-        known = {e["worker"] for e in written if e.event == "death" and "worker" in e.fields}
-        self.server.dead |= {worker: "died before the takeover" for worker in gone & known}
         self._repair = Repair(self, decided.lives, decided.spares, lambda: self._reference)
-        self._injector = self._make_injector(takeover.faults_left(self.config, written))
-        noted = max((e.step or 0 for e in written if e.event == "commit"), default=0)
-        self.server.take_over(decided.last, decided.commit, decided.members, self.layout.replicas, noted)
+        self._injector = self._make_injector(adopting.faults_left())
+        self.server.take_over(decided.last, decided.commit, decided.members, self.layout.replicas, adopting.noted)
         view = self.server.coordinator.view
-        self._events.emit("takeover", step=view.committed, epoch=view.epoch.key, incarnation=log.incarnation, workers=sorted(told),
-                          members=list(view.replicas), seconds=time.monotonic() - start)
-        missing = (gone - known) | (set(self._host.infos) - set(told)) | set(died)
-        for worker in missing:
-            self._host.end(worker)  # it may be frozen, and wake up (rule 8)
-        self._repair.adopt(gone | missing, decided.broken)
-        for worker in sorted(missing):
+        self._events.emit("takeover", step=view.committed, epoch=view.epoch.key, incarnation=log.incarnation, members=list(view.replicas),
+                          workers=sorted(adopting.told), seconds=time.monotonic() - start)
+        self._repair.adopt(adopting.gone | adopting.missing, decided.broken)
+        for worker in sorted(adopting.missing):
             self.server.expel(worker, "did not answer when its new controller took over")
 
     def _announce(self, incarnation: int, token: str) -> None:
@@ -292,7 +257,7 @@ class Controller:
             ranks = ranks_of(self.layout, view.contributors)
             how = get_dispatch(dispatch)
             how.validate(ranks, args, kwargs)
-            share = _Sharing(self._host)
+            share = Sharing(self._host)
             pending: dict[Any, int] = {}
             called: list[tuple[str, Member]] = []
             for index, (rank, (a, kw)) in enumerate(zip(ranks, how.dispatch(ranks, args, kwargs), strict=True)):
@@ -303,7 +268,7 @@ class Controller:
                 pending[call] = index
                 called.append((worker, member))
             sent += share.nbytes
-            results = self._gather(pending, called, method)
+            results = self._results(pending, called, method)
             if results is not None:
                 seconds = time.monotonic() - start
                 self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + sent, self.dispatch_seconds + share.seconds
@@ -321,7 +286,7 @@ class Controller:
         self._prepare_faults(self.committed_step + 1)
         pool.want(self.committed_step)
         pool.submit(prompts, sampling, self.committed_step)
-        while not pool.wait(prompts.sample_ids, _POLL_S):
+        while not pool.wait(prompts.sample_ids, POLL_S):
             self._check_alive()
             if pool.stale:
                 pool.refit(self.committed_step, self._send_weights)
@@ -342,36 +307,10 @@ class Controller:
             self._host.submit(worker, life, "send_weights", dict(streams), view.committed, kind): index
             for index, worker in enumerate(member.workers)
         }
-        return self._gather(calls, called, "send_weights") is not None
+        return self._results(calls, called, "send_weights") is not None
 
-    def _gather(self, calls: dict[Any, int], called: list[tuple[str, Member]], method: str) -> list[Any] | None:
-        """Results in the order of the ranks; None if a death voided the call (it is made again on those that are left).
-
-        ``called``: each worker, and the life of its replica that it was called in. A rank whose result does not come long after its
-        peers' is expelled (recovery.progress_timeout_s); recovery.call_timeout_s ends the whole call.
-        """
-        owed = Owed(self.server, self.config.recovery, f"the result of {method}")
-        pending = dict(calls)
-        results: list[Any] = [None] * len(called)
-        while pending:
-            for call in self._host.wait(pending, _POLL_S):
-                index = pending.pop(call)
-                worker, member = called[index]
-                owed.gave(worker, member)
-                try:
-                    results[index] = self._host.result(call, worker, method)
-                except (ProcessEnded, EverstepError) as error:
-                    if not self._is_death(worker, member, error):
-                        raise
-                    return None
-            view = self.server.coordinator.view
-            if any(view.member(member.replica) != member for _, member in called):
-                return None
-            owing = [called[index] for index in pending.values()]
-            owed.expel_overdue(owing)
-            if owed.waited(self.config.recovery.call_timeout_s) and owing:
-                owed.give_up_call([worker for worker, _ in owing], method)
-        return results
+    def _results(self, calls: dict[Any, int], called: list[tuple[str, Member]], method: str) -> list[Any] | None:
+        return gather(self._host, self.server, self.config.recovery, self._is_death, calls, called, method)
 
     def train_step(
         self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, state: dict[str, Any] | None = None
@@ -395,7 +334,7 @@ class Controller:
         """One transaction over ``slots``. ``arguments``: of the worker's method, from the step and the slots as the host shares them
         (the coordinator's incarnation follows)."""
         step = self.committed_step + 1
-        share = _Sharing(self._host)
+        share = Sharing(self._host)
         shared = self._host.slots([[share(micro) for micro in slot] for slot in slots])
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + share.nbytes, self.dispatch_seconds + share.seconds
         self._prepare_faults(step)
@@ -432,7 +371,7 @@ class Controller:
             if not pending:
                 time.sleep(0.01)  # the coordinator holds the step until a replica joins
                 continue
-            for call in self._host.wait(pending, _POLL_S):
+            for call in self._host.wait(pending, POLL_S):
                 worker, member = pending.pop(call)
                 owed.gave(worker, member)
                 try:
@@ -461,11 +400,11 @@ class Controller:
                 assert member is not None
                 life = (member.replica, member.build)
                 calls = {self._host.submit(w, life, "save_shard", folder): i for i, w in enumerate(member.workers)}
-                shards = self._gather(calls, [(w, member) for w in member.workers], "save_shard")
+                shards = self._results(calls, [(w, member) for w in member.workers], "save_shard")
                 if shards is not None:
                     return shards + (self._save_islands(folder, member) if self.config.semisync.method != "none" else [])
                 # Its living ranks may still write: two writers of one file would spoil it.
-                if not self._all_done(calls, _DEATH_CONFIRM_S):
+                if not all_done(self._host, calls, _DEATH_CONFIRM_S):
                     raise DeadlineExceeded(
                         f"saving step {self.committed_step}: ranks of replica {member.replica}, which broke meanwhile, still write "
                         f"into {folder} after {_DEATH_CONFIRM_S:g} s; the previous checkpoint is complete"
@@ -483,11 +422,11 @@ class Controller:
                 continue
             life = (member.replica, member.build)
             calls = {self._host.submit(w, life, "save_island", folder): i for i, w in enumerate(member.workers)}
-            written = self._gather(calls, [(w, member) for w in member.workers], "save_island")
+            written = self._results(calls, [(w, member) for w in member.workers], "save_island")
             if written is not None:
                 shards += written
             else:
-                self._all_done(calls, _DEATH_CONFIRM_S)
+                all_done(self._host, calls, _DEATH_CONFIRM_S)
                 shutil.rmtree(island_folder(folder, member.replica), ignore_errors=True)  # what it wrote of it
         return shards
 
@@ -620,37 +559,9 @@ class Controller:
         self._events.emit("expel", replica=replica, rank=rank, worker=worker, cause=self.server.dead.get(worker, "repair"))
 
     def form(self, formations: list[tuple[str, Formation]]) -> dict[str, str]:
-        calls = {self._host.submit(worker, None, "form", formation): worker for worker, formation in formations}
-        lives = {formation.life for _, formation in formations}
-        failed: dict[str, str] = {}
-        broken: dict[str, str] = {}  # alive, but without all others
-        end = time.monotonic() + self.config.recovery.reform_timeout_s
-        while calls:
-            for call in self._host.wait(calls, _POLL_S):
-                worker = calls.pop(call)
-                try:
-                    self._host.result(call, worker, "form")
-                except BadInput:
-                    raise
-                except ReplicaBroken as error:
-                    broken[worker] = str(error)
-                except (ProcessEnded, EverstepError) as error:
-                    failed[worker] = str(error)
-            for call in [c for c, worker in calls.items() if worker in self.server.dead]:
-                worker = calls.pop(call)
-                failed[worker] = self.server.dead[worker]
-            if self._closed:
-                raise Fenced("the group was closed while a replica was being formed")
-            if failed and lives:
-                assert self._store is not None
-                for life in lives:
-                    self._store.set(called_off(life), "1")
-                lives = set()
-                end = min(end, time.monotonic() + _CALL_OFF_S)
-            if calls and time.monotonic() > end:
-                reason = f"not formed in {self.config.recovery.reform_timeout_s:g} s (recovery.reform_timeout_s)"
-                return failed | {worker: reason for worker in calls.values()}
-        return failed or broken
+        assert self._store is not None
+        limit_s, closed = self.config.recovery.reform_timeout_s, lambda: self._closed
+        return form(self._host, self._store, formations, self.server.dead, limit_s, closed)
 
     def expel(self, worker: str, cause: str) -> None:
         self.server.expel(worker, cause)
@@ -659,19 +570,13 @@ class Controller:
         coordinator = self.server.coordinator
         if coordinator.state is not State.LOST:
             self.server.joiner(member)
-            return
-        lost, stranded = coordinator.committed, coordinator.view.healing - {member.replica}
-        try:
-            step, origin, state = self._rollback.restore(member, lost)
-        except RankLost:
-            return  # its death is in the queue of the repair
-        self.recipe_state = state if state is not None else self._states.get(step, {})
-        self._states = {k: s for k, s in self._states.items() if k <= step} | {step: self.recipe_state}
-        cause = f"no living replica held step {lost}: back to step {step}, from {origin}"
-        self._went_back = RolledBack(step, cause)
-        self.server.rollback(step, [member], cause, self.recipe_state)
-        if stranded and self._repair:
-            self._repair.adopt(set(), sorted(stranded))
+        elif restored := self._rollback.restore(member, coordinator.committed, self._states):
+            self._states = {k: s for k, s in self._states.items() if k <= restored.step} | {restored.step: restored.state}
+            self.recipe_state, self._went_back = restored.state, RolledBack(restored.step, restored.cause)
+            stranded = coordinator.view.healing - {member.replica}
+            self.server.rollback(restored.step, [member], restored.cause, restored.state)
+            if stranded and self._repair:
+                self._repair.adopt(set(), sorted(stranded))
 
     def note(self, event: str, **fields: Any) -> None:
         self._events.emit(event, **fields)
@@ -687,11 +592,3 @@ class Controller:
     def call_off(self, stream: str) -> None:
         assert self._store is not None
         self._store.set(off_key(stream), "1")
-
-    # -- parts -----------------------------------------------------------------------------------------------------------------
-
-    def _all_done(self, calls: Collection[Any], timeout_s: float) -> bool:
-        end, left = time.monotonic() + timeout_s, set(calls)
-        while left and time.monotonic() < end:
-            left -= set(self._host.wait(left, _POLL_S))
-        return not left

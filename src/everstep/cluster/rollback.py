@@ -7,7 +7,8 @@ whole copy; the coordinator records that (``rollback``), and the driver enters t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,15 @@ from everstep.recovery.view import Member
 _POLL_S = 0.2
 
 
-class RankLost(Exception):
-    """A rank died while the replica went back; its repair begins again."""
+class _RankLost(Exception):
+    """A rank died while the replica went back."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    step: int
+    cause: str
+    state: dict[str, Any]  # the recipe's
 
 
 class Rollback:
@@ -32,12 +40,20 @@ class Rollback:
     def __init__(self, host: Host, recovery: RecoveryConfig, layout: Layout, checkpoints: Path, gone: Callable[[str], bool]):
         self._host, self._recovery, self._layout, self._checkpoints, self._gone = host, recovery, layout, checkpoints, gone
 
-    def restore(self, member: Member, committed: int) -> tuple[int, str, dict[str, Any] | None]:
-        """Bring a formed replica to the newest step that all its ranks can have; returns (step, from where, the recipe's state if
-        it was saved with it).
+    def restore(self, member: Member, committed: int, states: Mapping[int, dict[str, Any]]) -> Restored | None:
+        """Bring a formed replica to the newest step that all its ranks can have. ``states``: the recipe's, by step.
 
-        Raises RankLost, or NotEnoughReplicas if there is nothing to go back to.
+        None if one of them died meanwhile: its repair begins again. Raises NotEnoughReplicas if there is nothing to go back to.
         """
+        try:
+            step, origin, state = self._restore(member, committed)
+        except _RankLost:
+            return None
+        cause = f"no living replica held step {committed}: back to step {step}, from {origin}"
+        return Restored(step, cause, states.get(step, {}) if state is None else state)
+
+    def _restore(self, member: Member, committed: int) -> tuple[int, str, dict[str, Any] | None]:
+        """(step, from where, the recipe's state if it was saved with it)."""
         if self._recovery.memory_checkpoint_every:
             offered = [set(versions) for versions in self._on_all(member, "memory_copies")]
             if common := {v for v in set.intersection(*offered) if v <= committed}:
@@ -62,7 +78,7 @@ class Rollback:
         end = time.monotonic() + limit
         while calls:
             if any(self._gone(worker) for worker in member.workers):
-                raise RankLost
+                raise _RankLost
             if time.monotonic() > end:
                 raise DeadlineExceeded(f"replica {member.replica}: {method} took longer than {limit:g} s (recovery.heal_timeout_s)")
             for call in self._host.wait(calls, _POLL_S):
@@ -71,9 +87,9 @@ class Rollback:
                 try:
                     results[index] = self._host.result(call, worker, method)
                 except ProcessEnded as ended:
-                    raise RankLost from ended
+                    raise _RankLost from ended
                 except EverstepError:
                     if self._gone(worker):
-                        raise RankLost from None
+                        raise _RankLost from None
                     raise
         return results

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from everstep.cluster.host import Host
 from everstep.config.schema import Config, Fault
 from everstep.errors import BadInput
+from everstep.recovery import rendezvous
 from everstep.recovery.commitlog import Past
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Member, Record
-from everstep.telemetry.events import Event
+from everstep.run_dir import RunDir
+from everstep.telemetry.events import read_events
 
 _POLL_S = 0.005
 
@@ -107,15 +110,54 @@ def _lives(recorded: Mapping[int, Member], told: Mapping[str, Told]) -> dict[int
     return lives
 
 
-def await_answers(server: CoordinatorServer, workers: Collection[str], died: Collection[str], timeout_s: float) -> dict[str, Told]:
-    """What the living workers say; those that say nothing for so long are missing."""
-    end = time.monotonic() + timeout_s
-    while set(workers) - set(server.told) - set(died) and time.monotonic() < end:
-        time.sleep(_POLL_S)
-    return {worker: Told.parse(said) for worker, said in sorted(server.told.items()) if worker not in died}
+class Adopting:
+    """One takeover, step by step: ``reach`` the workers; once they can find the new coordinator, ``decide`` from what they say.
 
+    ``died``: workers whose end was noticed meanwhile. ``gone``: those without a process; ``missing``: those of whose end the log does
+    not know, or that live but do not answer.
+    """
 
-def faults_left(config: Config, events: list[Event]) -> list[Fault]:
-    """Of the fault schedule, what the dead controller did not do."""
-    done = {(e.step, e["kind"], e["phase"], e["replica"], e["rank"]) for e in events if e.event == "fault"}
-    return [f for f in config.faults if (f.step, f.kind, f.phase, f.replica, f.rank) not in done]
+    def __init__(self, config: Config, run_dir: RunDir, host: Host, server: CoordinatorServer):
+        self._config, self._run_dir, self._host, self._server = config, run_dir, host, server
+        self._written = read_events(run_dir.events)
+        self.died: list[str] = []
+        self.told: dict[str, Told] = {}
+        self.gone: set[str] = set()
+        self.missing: set[str] = set()
+
+    def reach(self) -> None:
+        """Raises BadInput if nobody waits for a controller."""
+        before = rendezvous.find(self._run_dir.path)
+        if before is None:
+            raise BadInput(f"--attach: {self._run_dir.path} has no workers that wait for a controller; start again with resume=auto")
+        self._host.attach(before.host)
+
+    def decide(self, past: Past) -> Decision:
+        """Waits for the living workers; one that says nothing for recovery.silence_s is killed (it may be frozen: rule 8)."""
+        workers, server = set(self._host.infos), self._server
+        end = time.monotonic() + self._config.recovery.silence_s
+        while workers - set(server.told) - set(self.died) and time.monotonic() < end:
+            time.sleep(_POLL_S)
+        self.told = {worker: Told.parse(said) for worker, said in sorted(server.told.items()) if worker not in self.died}
+        decided = decide(past, self.told, self._run_dir.path)
+        if decided.state is None:
+            raise BadInput(
+                f"--attach: the commit record has no state of the recipe for step {decided.last.view.committed}; start again with resume=auto"
+            )
+        known = {e["worker"] for e in self._written if e.event == "death" and "worker" in e.fields}
+        self.gone = {w for m in decided.lives.values() for w in m.workers if w not in self.told}
+        self.missing = (self.gone - known) | (workers - set(self.told))
+        server.dead |= {worker: "died before the takeover" for worker in self.gone & known}
+        for worker in self.missing:
+            self._host.end(worker)
+        return decided
+
+    @property
+    def noted(self) -> int:
+        """The last step whose commit the dead controller could still write down as an event."""
+        return max((e.step or 0 for e in self._written if e.event == "commit"), default=0)
+
+    def faults_left(self) -> list[Fault]:
+        """Of the fault schedule, what the dead controller did not do."""
+        done = {(e.step, e["kind"], e["phase"], e["replica"], e["rank"]) for e in self._written if e.event == "fault"}
+        return [f for f in self._config.faults if (f.step, f.kind, f.phase, f.replica, f.rank) not in done]

@@ -16,15 +16,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol, cast
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
 from everstep.checkpoint import adapter, memory, sharded
 from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.device import out_of_memory
 from everstep.cluster.island import Island, Round, RoundWork, island_folder, without_participants
 from everstep.cluster.rank_state import Kept, WholeState
+from everstep.cluster.run_store import RunStore
 from everstep.cluster.slots import in_order, micro_batches
 from everstep.config import derive
 from everstep.config.schema import Config
@@ -80,22 +82,6 @@ class Formation:
         return self.replica, self.build
 
 
-class _StoreNow:
-    """The run's store as heals use it: after a takeover it is another one."""
-
-    def __init__(self, worker: Worker):
-        self._worker = worker
-
-    def check(self, keys: list[str]) -> bool:
-        return bool(self._worker.store.check(keys))
-
-    def get(self, key: str) -> bytes:
-        return bytes(self._worker.store.get(key))
-
-    def set(self, key: str, value: str) -> None:
-        self._worker.store.set(key, value)
-
-
 class Slots(Protocol):
     """The micro-batches of a step, fetched one by one by whoever needs them."""
 
@@ -142,9 +128,8 @@ class Worker:
     ):
         """``copies``: the folder of this run's copies in the memory of this node (:mod:`everstep.checkpoint.memory`)."""
         self.config, self.worker_id, self.device, self.control, self.events = config, worker_id, device, control, events
-        self._store_address, self._copies = store_address, copies
+        self.store, self._copies = RunStore(store_address, config.recovery.link_timeout_s), copies
         self._keeper: memory.Keeper | None = None
-        self._store: dist.Store | None = None
         self._source = source.resolve(config.model)
         self._tokenizer: Any = None
         self._rollout: TransformersRollout | None = None
@@ -236,7 +221,7 @@ class Worker:
         if not dist.is_initialized():  # torchrun's world is made by the launcher
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
-                store=dist.PrefixStore(formation.world_name, self._open_store()), rank=formation.rank, world_size=size, timeout=timeout,
+                store=dist.PrefixStore(formation.world_name, self.store.open()), rank=formation.rank, world_size=size, timeout=timeout,
             )
         engine = Engine(self.config, self._source.hf_config, self.position, self.layout, self.device)
         version: int | None = None
@@ -260,12 +245,12 @@ class Worker:
             self._state.version = kept.version
         replica, rank = formation.replica, formation.rank
         build: Callable[[str, Any], Link] = lambda name, replicas: Link(
-            name, replicas, replica, rank, self._open_store(), self.device, self.config.recovery.link_timeout_s
+            name, replicas, replica, rank, self.store.open(), self.device, self.config.recovery.link_timeout_s
         )
         self._links = Links(build, self.config.recovery.link_timeout_s)
         world = ReplicaWorld(str(replica), size, self.config.recovery.step_timeout_s, self._is_broken)
         healing = Healing(
-            replica, rank, cast(dist.Store, _StoreNow(self)), self.control.local_host, self._state, self.config.recovery.heal_timeout_s, self.events
+            replica, rank, self.store.as_store, self.control.local_host, self._state, self.config.recovery.heal_timeout_s, self.events
         )
         self._transaction = Transaction(
             self.config.recovery, replica, formation.build, rank, self.worker_id, self.control, self._links, world, healing,
@@ -293,18 +278,6 @@ class Worker:
             self._kept = Kept(self.layout.position(formation.rank), dict(state.engine.state()), state.scalars(), state.version)
         state.engine.close()
         self.events.emit("release", replica=formation.replica, rank=formation.rank)
-
-    @property
-    def store(self) -> dist.Store:
-        """For questions that are answered at once."""
-        if self._store is None:
-            self._store = self._open_store()
-        return self._store
-
-    def _open_store(self) -> dist.Store:
-        """A connection of its own for whoever waits in the store: the client serves one call at a time."""
-        host, port = self._store_address
-        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.config.recovery.link_timeout_s))
 
     # -- the coordinator's log (on the control thread) -----------------------------------------------------------------------
 
@@ -352,7 +325,7 @@ class Worker:
 
     def _adopted(self, announcement: Announcement) -> None:
         """The dead controller's store is gone with it."""
-        self._store_address, self._store = announcement.store, None
+        self.store.move(announcement.store)
         self.events.emit("adopted", incarnation=announcement.incarnation)
 
     # -- calls ---------------------------------------------------------------------------------------------------------------
@@ -383,7 +356,7 @@ class Worker:
             raise
         except Exception as error:
             formation = self._formation
-            if _out_of_memory(error):
+            if out_of_memory(error):
                 self._end(f"out of memory in {method}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
             # RuntimeError and ValueError are what torch.distributed raises when a peer closed its connection.
             if formation and isinstance(error, RuntimeError | ValueError) and len(formation.workers) > 1 and self._wait_broken():
@@ -485,7 +458,7 @@ class Worker:
                 pass
             return {}
         with contextlib.ExitStack() as closing:
-            ends = {n: closing.enter_context(sync.stream(s, self.store, self.config.rollout.sync_timeout_s)) for n, s in streams.items()}
+            ends = {n: closing.enter_context(sync.stream(s, self.store.as_store, self.config.rollout.sync_timeout_s)) for n, s in streams.items()}
             served, missed = sync.all_served(ends, self.control.local_host)
             _, failed = sync.send(served, export(), version)
         return missed | failed
@@ -609,13 +582,6 @@ class Worker:
             for _ in weights:
                 pass  # a collective: every rank of the replica takes part
         self._rollout_weights = self.state.weights_key
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """Host memory; torch's allocator on the CPU raises RuntimeError. A full GPU is no fault of the process: it stays a failure."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "std::bad_alloc" in str(error))
-    )
 
 
 def called_off(life: Life) -> str:

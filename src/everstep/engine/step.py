@@ -232,10 +232,7 @@ class Engine:
     def _next(self, tensors: Iterator[tuple[str, Tensor]]) -> tuple[str, Tensor] | None:
         return next(tensors, None)
 
-    @property
-    def has_reference(self) -> bool:
-        """Whether there is a reference model."""
-        return self._reference is not None
+    has_reference = property(lambda self: self._reference is not None, doc="Whether there is a reference model.")
 
     @_inside
     def keep_reference(self) -> None:

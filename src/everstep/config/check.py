@@ -177,7 +177,7 @@ def _check_recovery(config: Config) -> None:
         )
     if layout.spares and layout.replicas == 1 and not (recovery.memory_checkpoint_every or config.checkpoint.every_steps):
         raise ConfigError(
-            f"layout.spares={layout.spares} with layout.replicas=1: there is no other replica that a spare could heal from; set "
+            f"layout.spares={layout.spares} with layout.replicas=1: a spare heals from another replica, and there is none; set "
             "recovery.memory_checkpoint_every or checkpoint.every_steps, or use layout.replicas=2 or more, or layout.spares=0"
         )
     if recovery.memory_checkpoint_every and not recovery.enabled:

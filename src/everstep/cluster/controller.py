@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from everstep.checkpoint.saving import SavedRun
 from everstep.checkpoint.sharded import Shard
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.dispatch import get_dispatch, ranks_of
-from everstep.cluster.group import StepResult
+from everstep.cluster.group import Role, StepResult
 from everstep.cluster.host import Host, ProcessEnded, WorkerSpec
 from everstep.cluster.owed import Owed
 from everstep.cluster.repair import Repair
@@ -88,6 +88,7 @@ class Controller:
         self.layout = derive.layout(config)
         self._on_record = on_record or (lambda record: None)
         self._reference = False
+        self._stage = ""
         self.recipe_state: dict[str, Any] = {}
         self._closed = False
         self._repair: Repair | None = None
@@ -251,14 +252,22 @@ class Controller:
                 owed.give_up_call([worker for worker, _ in owing], method)
         return results
 
-    def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
+    def enter_stage(self, name: str) -> None:
+        self._stage = name
+        if self._injector:
+            self._injector.on_stage(name, self.committed_step + 1)
+
+    def train_step(
+        self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, role: Role = "actor",
+        about: Mapping[str, Any] | None = None,
+    ) -> StepResult:
         step = self.committed_step + 1
         slots = cut_slots(batch, self.config.train, self.layout.dp)
         share = _Sharing(self._host)
         shared = self._host.slots([[share(micro) for micro in slot] for slot in slots])
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + share.nbytes, self.dispatch_seconds + share.seconds
         self._prepare_faults(step)
-        self.server.begin(step, sample_ids(slots))
+        self.server.begin(step, sample_ids(slots), about or {})
         if self._injector:
             self._injector.begins(step)
         coordinator = self.server.coordinator
@@ -275,7 +284,7 @@ class Controller:
                         called.add(member)
                         life = (member.replica, member.build)
                         for worker in member.workers:
-                            call = self._host.submit(worker, life, "train_step", step, shared, loss, lr, temperature)
+                            call = self._host.submit(worker, life, "train_step", step, shared, loss, lr, temperature, role)
                             pending[call] = worker, member
             else:
                 owing = [(worker, member) for worker, member in pending.values() if view.member(member.replica) == member]
@@ -354,6 +363,7 @@ class Controller:
         view = coordinator.view
         return {
             "state": str(coordinator.state),
+            "stage": self._stage,
             "epoch": str(view.epoch),
             "committed_step": coordinator.committed,
             "replicas": list(view.contributors),

@@ -7,10 +7,10 @@ that every rank sees the same ones. A recipe written against this module cannot 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
@@ -18,6 +18,7 @@ from everstep.engine.loss import LossSpec
 from everstep.layout import Layout
 
 T = TypeVar("T")
+Role = Literal["actor", "critic"]  # of the models that a rank may hold
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,18 @@ class Group(Protocol):
         Raises WorkerFailed if the method raises, NotEnoughReplicas if nobody is left.
         """
 
-    def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
-        """One step transaction over ``batch`` (all of it, over all replicas). Returns after its commit was applied."""
+    def train_step(
+        self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, role: Role = "actor",
+        about: Mapping[str, Any] | None = None,
+    ) -> StepResult:
+        """One step transaction over ``batch`` (all of it, over all replicas). Returns after its commit was applied.
+
+        ``role``: the model that is trained; ``critic`` only with recipe=ppo, its loss is given values. Transactions of both have one
+        sequence of numbers. ``about``: what the step is to the recipe (iteration, pass, mini-batch), for the event log.
+        """
+
+    def enter_stage(self, name: str) -> None:
+        """Say that the recipe enters this stage of an RL iteration: for whoever watches, and for fault injection."""
 
     def once(self, function: Callable[..., T], *args: Any) -> T:
         """``function(*args)`` computed in one place, its result known everywhere (rewards, files, anything not repeatable)."""

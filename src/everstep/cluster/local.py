@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from everstep.cluster import environment
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.device import choose_device
 from everstep.cluster.dispatch import get_dispatch, ranks_of
-from everstep.cluster.group import StepResult
+from everstep.cluster.group import Role, StepResult
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.slots import ListSlots, cut_slots, sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s
@@ -78,6 +78,7 @@ class LocalGroup:
         self.layout = derive.layout(config)
         self._rank = dist.get_rank()
         self._reference = False
+        self._stage = ""
         self.recipe_state: dict[str, Any] = {}
         self.dispatch_bytes, self.dispatch_seconds = 0, 0.0  # every rank has the whole batch already: nothing is sent
         self._server: CoordinatorServer | None = None
@@ -160,13 +161,21 @@ class LocalGroup:
             self._reference = True
         return how.collect(ranks, self._exchange(mine))
 
-    def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
+    def enter_stage(self, name: str) -> None:
+        self._stage = name
+        if self._injector:
+            self._injector.on_stage(name, self.committed_step + 1)
+
+    def train_step(
+        self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, role: Role = "actor",
+        about: Mapping[str, Any] | None = None,
+    ) -> StepResult:
         step = self.committed_step + 1
         slots = cut_slots(batch, self.config.train, self.layout.dp)
         if self._server and self._injector:
             self._injector.prepare(step)  # the others wait for this rank before they compute
-            self._server.begin(step, sample_ids(slots))
-        report = self._worker.run("train_step", (step, ListSlots(slots), loss, lr, temperature), {})
+            self._server.begin(step, sample_ids(slots), about or {})
+        report = self._worker.run("train_step", (step, ListSlots(slots), loss, lr, temperature, role), {})
         reports = self._exchange(report)
         return combine(step, reports, reports[:1], loss, lr, len(slots), self._control.view)
 
@@ -223,7 +232,7 @@ class LocalGroup:
 
     def status(self) -> dict[str, Any]:
         view = self._control.view
-        return {"state": "voting", "epoch": str(view.epoch), "committed_step": view.committed, "replicas": [0], "healing": [],
+        return {"state": "voting", "stage": self._stage, "epoch": str(view.epoch), "committed_step": view.committed, "replicas": [0], "healing": [],
                 "spares": 0, "ranks": {}}
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from everstep.checkpoint import adapter, sharded
 from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.group import Role
 from everstep.cluster.slots import in_order, micro_batches
 from everstep.config import derive
 from everstep.config.schema import Config, OffloadConfig
@@ -31,7 +32,7 @@ from everstep.engine.groups import close_groups
 from everstep.engine.loss import LossFn, LossSpec
 from everstep.engine.offload import Part
 from everstep.engine.step import Engine
-from everstep.errors import CoordinatorLost, DeadlineExceeded, EverstepError, ReplicaBroken, WorkerFailed
+from everstep.errors import BadInput, CoordinatorLost, DeadlineExceeded, EverstepError, ReplicaBroken, WorkerFailed
 from everstep.layout import Position
 from everstep.recovery.control import Control
 from everstep.recovery.healing import Healing
@@ -46,7 +47,9 @@ from everstep.telemetry.events import EventLog
 
 Life = tuple[int, int]  # (replica, build): one formation of a replica, and what every call says it is meant for
 
-CALL_PHASES = {"save_shard": "save", "generate": "rollout", "form": "form"}  # what a rank says it does; other methods: "call"
+CRITIC_PREFIX = "critic/"
+
+CALL_PHASES = {"save_shard": "save", "generate": "rollout", "form": "form", "logprobs": "logprobs", "values": "values"}  # what a rank says it does; other methods: "call"
 BROKEN_NOTICE_S = 5.0  # how long a failed collective waits for the coordinator to say that a rank is gone
 OUT_OF_MEMORY_STATUS = 12  # ENOMEM
 
@@ -83,20 +86,49 @@ class Slots(Protocol):
 
 
 class EngineState:
-    """The engine's state with its version, as heal and the transaction see it (everstep.recovery.heal.State)."""
+    """The state of a rank's models with its version, as heal and the transaction see it (everstep.recovery.heal.State).
 
-    def __init__(self, engine: Engine, version: int | None):
-        self.engine, self.version = engine, version
+    The actor, and with recipe=ppo its critic, are one state under one version: they are healed, saved and hashed together. The
+    critic's names begin with ``critic/``.
+    """
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def __init__(self, engine: Engine, critic: Engine | None, version: int | None):
+        self.engine, self.critic, self.version = engine, critic, version
+
+    def of(self, role: Role) -> Engine:
+        if role == "actor":
+            return self.engine
+        if self.critic is None:
+            raise WorkerFailed(f"there is no {role}: recipe=ppo makes one")
+        return self.critic
+
+    def tensors(self, frozen: bool = False) -> dict[str, torch.Tensor]:
         """Without what LoRA never trains: every rank has that from model.path, and the scalars tell whether it is the same."""
-        return self.engine.state(frozen=False)
+        critic = self.critic.state(frozen) if self.critic else {}
+        return self.engine.state(frozen) | {CRITIC_PREFIX + name: tensor for name, tensor in critic.items()}
 
     def scalars(self) -> dict[str, Any]:
-        return self.engine.state_scalars()
+        return self.engine.state_scalars() | ({"critic": self.critic.state_scalars()} if self.critic else {})
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
-        self.engine.load_scalars(scalars)
+        if ("critic" in scalars) != (self.critic is not None):
+            raise BadInput(
+                f"this state was saved {'with' if 'critic' in scalars else 'without'} a critic, and the run has "
+                f"{'none' if self.critic is None else 'one'}; use the recipe it was saved with, or start from its weights (model.path, critic.path)"
+            )
+        self.engine.load_scalars({name: value for name, value in scalars.items() if name != "critic"})
+        if self.critic:
+            self.critic.load_scalars(scalars["critic"])
+
+    def hash(self) -> str:
+        if self.critic is None:
+            return self.engine.state_hash()
+        return hashlib.sha256(f"{self.engine.state_hash()} {self.critic.state_hash()}".encode()).hexdigest()
+
+    def close(self) -> None:
+        if self.critic:
+            self.critic.close()
+        self.engine.close()  # last: the groups are its
 
 
 @dataclass(frozen=True)
@@ -112,19 +144,20 @@ class Kept:
         """What may be offloaded goes, so that the engine that is built next need not find room beside it."""
         kinds = (("param/",) if offload.parameters else ()) + (("master/", "exp_avg/", "exp_avg_sq/") if offload.optimizer else ())
         for name, tensor in self.tensors.items():
-            if name.startswith(kinds) and tensor.is_cuda:
+            if name.removeprefix(CRITIC_PREFIX).startswith(kinds) and tensor.is_cuda:
                 self.tensors[name] = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
 
 class StepWork:
     """One optimizer step as the transaction sees it (everstep.recovery.transaction.Work)."""
 
-    def __init__(self, worker: Worker, step: int, slots: Slots, loss: LossFn, lr: float, temperature: float):
+    def __init__(self, worker: Worker, step: int, slots: Slots, loss: LossFn, lr: float, temperature: float, engine: Engine):
         self.step, self.slots = step, len(slots)
         self._worker, self._source, self._loss, self._lr, self._temperature = worker, slots, loss, lr, temperature
+        self._engine = engine
 
     def compute(self, slots: tuple[int, ...]) -> Contribution:
-        engine, dp = self._worker.engine, self._worker.position.dp
+        engine, dp = self._engine, self._worker.position.dp
         batches = [self._source.fetch(slot, dp) for slot in slots]
         seeds = [_seed(self._worker.config.seed, self.step, slot, dp) for slot in slots]
         sums = engine.accumulate(batches, self._loss, seeds, self._temperature)
@@ -132,12 +165,12 @@ class StepWork:
         return Contribution(gradients, sums.cpu())
 
     def norm(self, gradients: list[torch.Tensor], divisor: float) -> float:
-        return self._worker.engine.squared_norm(gradients) ** 0.5 / divisor
+        return self._engine.squared_norm(gradients) ** 0.5 / divisor
 
     def apply(self, total: Total) -> None:
-        limit = self._worker.config.optimizer.clip_grad_norm
+        limit = self._engine.config.optimizer.clip_grad_norm
         clip = min(1.0, limit / (total.grad_norm + 1e-6)) if limit > 0 else 1.0
-        self._worker.engine.apply(total.gradients, clip / total.divisor, self._lr)
+        self._engine.apply(total.gradients, clip / total.divisor, self._lr)
 
 
 class Worker:
@@ -151,6 +184,7 @@ class Worker:
         self._store_address = store_address
         self._store: dist.Store | None = None
         self._source = source.resolve(config.model)
+        self._critic_source = source.resolve(derive.critic(config).model) if config.recipe == "ppo" else None
         self._tokenizer: Any = None
         self._rollout: TransformersRollout | None = None
         self._rollout_version: int | None = None  # known to every rank: all decide alike whether to gather weights
@@ -170,9 +204,7 @@ class Worker:
 
     @property
     def engine(self) -> Engine:
-        if self._state is None:
-            raise WorkerFailed(f"worker {self.worker_id} has no place in a replica yet")
-        return self._state.engine
+        return self.state.engine
 
     @property
     def state(self) -> EngineState:
@@ -242,21 +274,24 @@ class Worker:
                 "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
                 store=dist.PrefixStore(formation.world_name, self._open_store()), rank=formation.rank, world_size=size, timeout=timeout,
             )
+        loads = formation.start == "weights" or (self.config.lora.rank and kept is None)
         engine = Engine(self.config, self._source.hf_config, self.position, self.layout, self.device)
-        version: int | None = None
-        if formation.start == "weights" or (self.config.lora.rank and kept is None):
-            if self.config.model.init == "random":
-                engine.init_random(self.config.seed)
-            else:
-                engine.load_pretrained(self._source)
-        if formation.start == "weights":
-            version = 0
+        critic: Engine | None = None
+        if self._critic_source:
+            configured = derive.critic(self.config)
+            critic = Engine(configured, self._critic_source.hf_config, self.position, self.layout, self.device, "value", beside=engine)
+        for model, origin in ((engine, self._source), (critic, self._critic_source)):
+            if loads and model and origin:
+                if self.config.model.init == "random":
+                    model.init_random(self.config.seed)
+                else:
+                    model.load_pretrained(origin)
         if formation.reference:
             engine.keep_reference()
-        self._state = EngineState(engine, version)
+        self._state = EngineState(engine, critic, 0 if formation.start == "weights" else None)
         if kept:
-            engine.load_scalars(kept.scalars)
-            for name, tensor in engine.state().items():
+            self._state.load_scalars(kept.scalars)
+            for name, tensor in self._state.tensors(frozen=True).items():
                 tensor.copy_(kept.tensors[name])
             self._state.version = kept.version
         replica, rank = formation.replica, formation.rank
@@ -286,8 +321,8 @@ class Worker:
         if state is None or formation is None:
             return
         if state.version is not None:
-            self._kept = Kept(self.layout.position(formation.rank), dict(state.engine.state()), state.scalars(), state.version)
-        state.engine.close()
+            self._kept = Kept(self.layout.position(formation.rank), state.tensors(frozen=True), state.scalars(), state.version)
+        state.close()
         self.events.emit("release", replica=formation.replica, rank=formation.rank)
 
     @property
@@ -394,15 +429,19 @@ class Worker:
             time.sleep(0.01)
         return False
 
-    def train_step(self, step: int, slots: Slots, loss: LossSpec, lr: float, temperature: float) -> StepReport:
+    def train_step(
+        self, step: int, slots: Slots, loss: LossSpec, lr: float, temperature: float, role: Role = "actor"
+    ) -> StepReport:
         assert self._transaction is not None
-        report = self._transaction.run(StepWork(self, step, slots, loss.build(), lr, temperature))
-        sums, metrics = self.engine.read_sums(report.sums)
+        engine = self._work_with(role)
+        report = self._transaction.run(StepWork(self, step, slots, loss.build(), lr, temperature, engine))
+        sums, metrics = engine.read_sums(report.sums)
         return dataclasses.replace(report, sums=sums, metrics=metrics)
 
     def generate(self, batch: TrainingBatch, sampling: Sampling) -> TrainingBatch:
         """Completions for prompts; the collecting rank generates, its model-parallel peers help to gather the weights."""
         room = self.config.engine.offload
+        self._work_with("actor")
         self._make_room(gradients=room.gradients, optimizer=room.optimizer)
         self._refresh_rollout()
         self._make_room(parameters=room.parameters)
@@ -416,10 +455,14 @@ class Worker:
         """Adds the tensor ``logprobs`` (``ref_logprobs`` for model="reference"), shape (B, T), float32."""
         name = "logprobs" if model == "policy" else "ref_logprobs"
         cut = micro_batches(batch, self.config.train)
-        results = self.engine.logprobs([micro for _, micro in cut], temperature, model)
-        if not results:  # not a collecting rank, or an empty batch
-            return batch.slice(0, 0).with_tensors(**{name: torch.zeros(0, batch.width)})
-        return batch.with_tensors(**{name: in_order(batch, [indices for indices, _ in cut], results)})
+        results = self._work_with("actor").logprobs([micro for _, micro in cut], temperature, model)
+        return _with_evaluated(batch, name, [indices for indices, _ in cut], results)
+
+    def values(self, batch: TrainingBatch) -> TrainingBatch:
+        """Adds the critic's ``values``, shape (B, T), float32: column t of the state in which token t is chosen."""
+        cut = micro_batches(batch, self.config.train)
+        results = self._work_with("critic").values([micro for _, micro in cut])
+        return _with_evaluated(batch, "values", [indices for indices, _ in cut], results)
 
     def keep_reference(self) -> None:
         """The current weights become the reference model."""
@@ -430,13 +473,23 @@ class Worker:
 
         Whatever is called next brings back what it needs. DeadlineExceeded if a heal that was called off reads the state still.
         """
-        if self._transaction is not None:
-            self._transaction.settle()
-        return self.engine.offload_to_cpu(parameters, gradients, optimizer)
+        return self._offload(self.engine, parameters, gradients, optimizer)
 
     def backload_to_gpu(self, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
         """Bytes taken on this rank's device, by part: the inverse of ``offload_to_cpu``, ahead of the first use."""
         return self.engine.backload_to_gpu(parameters, gradients, optimizer)
+
+    def _offload(self, engine: Engine, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
+        if self._transaction is not None:
+            self._transaction.settle()
+        return engine.offload_to_cpu(parameters, gradients, optimizer)
+
+    def _work_with(self, role: Role) -> Engine:
+        """The engine of this role, which brings back what it needs; with engine.offload.idle_model the other one leaves the device."""
+        if self.config.engine.offload.idle_model:
+            idle: Role = "critic" if role == "actor" else "actor"
+            self._offload(self.state.of(idle))
+        return self.state.of(role)
 
     def _make_room(self, parameters: bool = False, gradients: bool = False, optimizer: bool = False) -> None:
         if parameters or gradients or optimizer:
@@ -444,13 +497,16 @@ class Worker:
 
     def state_hash(self) -> tuple[int | None, str]:
         """(version, hash of every tensor and scalar of this rank's state)."""
-        return self.state.version, self.engine.state_hash()
+        return self.state.version, self.state.hash()
 
     def save_shard(self, folder: Path) -> sharded.Shard:
         """Write this rank's state, and the weights under HF names (first rank of the replica), into a checkpoint folder."""
         rank = self.formation.rank
         shard = sharded.save_rank(self.state.tensors(), self.state.scalars(), folder, rank, self.layout)
         sharded.save_hf(self.engine.export_hf(), self._source.hf_config, self.tokenizer, folder / "hf", write=rank == 0)
+        if self.state.critic and self._critic_source:
+            described = self._critic_source.critic_config()
+            sharded.save_hf(self.state.critic.export_hf(), described, self.tokenizer, folder / "critic", write=rank == 0)
         if self.config.lora.rank:
             adapter.save(self.engine.export_adapter(), self.config, self._source, folder / "adapter", write=rank == 0)
         return shard
@@ -497,6 +553,13 @@ class Worker:
             for _ in weights:
                 pass  # a collective: every rank of the replica takes part
         self._rollout_version = version
+
+
+def _with_evaluated(batch: TrainingBatch, name: str, indices: list[list[int]], results: list[torch.Tensor] | None) -> TrainingBatch:
+    """``batch`` with the tensor ``name`` (B, T); no samples from a rank that does not collect, or of an empty batch."""
+    if not results:
+        return batch.slice(0, 0).with_tensors(**{name: torch.zeros(0, batch.width)})
+    return batch.with_tensors(**{name: in_order(batch, indices, results)})
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from everstep.checkpoint import manifest
+from everstep.checkpoint.storage import local_folder
 from everstep.cluster.group import Group, StepResult
 from everstep.config.schema import Config
 from everstep.data import PreparedData
@@ -29,6 +32,7 @@ class Run:
     summary: dict[str, float] = field(default_factory=dict)  # numbers for the closing table, by name
 
     def __post_init__(self) -> None:
+        self.best: float | None = self.state.get("best")
         self._saved_step = self._verified_step = self.group.committed_step  # of the checkpoint that the run resumed from
         self._dispatched = (0, 0.0)
 
@@ -36,6 +40,10 @@ class Run:
     def state(self) -> dict[str, Any]:
         """What the recipe saved with the checkpoint that the run resumed from; empty at the start."""
         return self.group.recipe_state
+
+    @property
+    def folder(self) -> Path:
+        return local_folder(self.config.run_dir)
 
     def start(self, total: int, unit: str, done: int = 0) -> None:
         if self.console:
@@ -70,6 +78,20 @@ class Run:
             self._saved_step = step
             self.note(f"saved {path}")
 
+    def save_if_best(self, value: float, state: Callable[[], dict[str, Any]]) -> None:
+        """``checkpoint.keep_best``: a checkpoint of this moment, kept, if ``value`` (the higher the better) is above all before it.
+        ``state()`` is to hold ``self.best``, so that a resumed run knows it."""
+        if self.best is not None and value <= self.best:
+            return
+        self.best = value
+        if not self.config.checkpoint.keep_best:
+            return
+        path = self.group.save(state())
+        self._saved_step = self.group.committed_step
+        if self.group.is_lead:
+            manifest.set_pointer(path, manifest.BEST)
+        self.note(f"saved {path}, the best so far")
+
     def _dispatch_metrics(self) -> dict[str, float]:
         """What the worker calls since the last line of metrics cost beside the workers' own time."""
         total = (self.group.dispatch_bytes, self.group.dispatch_seconds)
@@ -103,6 +125,10 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self._start = self._since = time.monotonic()
+
+    def skip(self) -> None:
+        """The next lap begins now."""
         self._since = time.monotonic()
 
     def lap(self, name: str) -> float:
@@ -112,5 +138,6 @@ class Stopwatch:
         return spent
 
     @property
-    def total(self) -> float:
-        return sum(self.seconds.values())
+    def wall(self) -> float:
+        """Seconds since the start. Laps may be fewer, and parts that overlap more."""
+        return time.monotonic() - self._start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from everstep.cluster.batch import TrainingBatch
@@ -20,7 +21,7 @@ def train(run: Run) -> None:
     stream = SampleStream(len(data), config.seed, config.data.shuffle)
     if run.state:
         stream.load_state_dict(run.state["stream"])
-    state = lambda: {"stream": stream.state_dict()}
+    state: Callable[[], dict[str, Any]] = lambda: {"stream": stream.state_dict(), "best": run.best}
     run.start(total, "step", group.committed_step)
 
     while group.committed_step < total:
@@ -41,6 +42,8 @@ def train(run: Run) -> None:
             watch.lap("testing")
         run.log(result.step, metrics | watch.seconds, show_at=result.step)
         run.verify_if_due()
+        if "val/loss" in metrics:
+            run.save_if_best(-metrics["val/loss"], state)
         run.save_if_due(state, last=last)
 
     run.save_if_due(state, last=True)

@@ -19,14 +19,16 @@ from everstep.errors import BadInput
 from everstep.recipes import sft
 from everstep.recipes.run import Run, Stopwatch, step_metrics
 from everstep.recipes.updates import transactions
-from everstep.rl import pipeline
+from everstep.rl import credit, pipeline
 from everstep.rl.execute import Context, execute, named
 from everstep.rl.record import IterationRecord, IterationRecords, settings_digest
 from everstep.rl.rewards import Reward, resolve, score
 from everstep.rl.rollout import Sampling, repeat_prompts
 from everstep.telemetry.console import Completion
 
-TIMINGS = {"rollout": "gen", "ref_logprob": "ref", "old_logprob": "old_log_prob", "advantages": "adv"}  # verl's names
+#: Metrics of the standard stages' seconds (verl's names); those of others are ``stage_s/NAME``.
+TIMINGS = {"rollout": "gen", "reward": "reward", "ref_logprob": "ref", "old_logprob": "old_log_prob", "values": "values", "advantages": "adv",
+           "update_actor": "update_actor", "update_critic": "update_critic"}
 
 
 def train(run: Run) -> None:
@@ -36,19 +38,21 @@ def train(run: Run) -> None:
     assert sizes is not None
     records = IterationRecords(run.folder / "iterations", run.folder / "checkpoints")
     prompts = SampleStream(len(run.data.train), config.seed, config.data.shuffle)
-    iteration, has_reference = 0, False  # iterations that are complete
-    began_at = group.committed_step      # where the one in progress began
+    iteration, has_reference, kl_coef = 0, False, rl.kl_coef  # iteration: those that are complete
+    began_at = group.committed_step  # where the one in progress began
     if run.state:
         prompts.load_state_dict(run.state["prompts"])
         iteration, has_reference = int(run.state["iteration"]), bool(run.state["reference"])
         began_at = int(run.state.get("began_at", began_at))
+        kl_coef = float(run.state["kl_coef"]) if rl.kl_target else rl.kl_coef
         if iteration and rl.kl_coef > 0 and not has_reference:
             raise BadInput(
                 f"rl.kl_coef={rl.kl_coef}: the checkpoint has no reference model, because rl.kl_coef was 0 when the run began; "
                 "resume with rl.kl_coef=0, or start a new run from the checkpoint's folder hf"
             )
     state: Callable[[], dict[str, Any]] = lambda: {
-        "prompts": prompts.state_dict(), "iteration": iteration, "began_at": began_at, "reference": has_reference, "best": run.best,
+        "prompts": prompts.state_dict(), "iteration": iteration, "began_at": began_at, "reference": has_reference, "kl_coef": kl_coef,
+        "best": run.best,
     }  # fmt: skip
 
     if group.committed_step < config.warmup.steps:
@@ -65,7 +69,7 @@ def train(run: Run) -> None:
     run.start(rl.iterations, "iteration", iteration)
     while iteration < rl.iterations:
         watch = Stopwatch()
-        context = Context(config, iteration + 1, reward)
+        context = Context(config, iteration + 1, reward, kl_coef)
         if record is None:
             taken = run.data.train.batch(prompts.take(rl.prompts_per_step))
             made = execute(stages, context, group, repeat_prompts(taken, rl.samples_per_prompt), run.events)
@@ -73,8 +77,10 @@ def train(run: Run) -> None:
                 iteration + 1, began_at, sizes.steps_before(iteration + 2) - sizes.steps_before(iteration + 1), len(taken),
                 settings_digest(config), made.samples, made.metrics,
             )  # fmt: skip
-            watch.seconds |= {f"timing_s/{TIMINGS.get(name, name)}": spent for name, spent in made.seconds.items()}
+            watch.seconds |= {timing(name): spent for name, spent in made.seconds.items()}
+            watch.skip()
             group.once(records.write, record)
+            watch.lap("timing_s/record")
         else:
             prompts.take(record.prompts_taken)
 
@@ -85,12 +91,13 @@ def train(run: Run) -> None:
             result = group.train_step(step.batch, loss, step.lr, config.rollout.temperature, step.update.role, step.about)
             if step.last:
                 metrics |= step_metrics(result, step.update.role)  # logged with the iteration, below
-                watch.lap(step.update.name)
+                watch.lap(timing(step.update.name))
             else:
                 run.log(result.step, step_metrics(result, step.update.role))
         samples, record = record.samples, None
         iteration, began_at = iteration + 1, group.committed_step
         prompts.mark_trained(prompts.read - prompts.trained)
+        kl_coef = credit.next_kl_coef(samples, rl, kl_coef)  # moves with the iteration's last commit, and is saved with it
 
         metrics |= {"training/iteration": float(iteration), "training/pass": prompts.trained / prompts.size}
         metrics["timing_s/step"] = watch.wall
@@ -98,7 +105,7 @@ def train(run: Run) -> None:
         accuracy = None
         if run.data.eval and (iteration == rl.iterations or (rl.eval_every and iteration % rl.eval_every == 0)):
             accuracy = run.summary["accuracy_after"] = metrics["val-core/acc/mean@1"] = evaluate(run, reward)
-            watch.lap("testing")
+            watch.lap("timing_s/testing")
         run.log(began_at, metrics | watch.seconds, show_at=iteration)
         run.completions(some_completions(samples, config.telemetry.show_completions))
         run.verify_if_due()
@@ -106,6 +113,10 @@ def train(run: Run) -> None:
             run.save_if_best(accuracy, state)
         run.save_if_due(state, last=iteration == rl.iterations)
         group.once(records.retire)
+
+
+def timing(part: str) -> str:
+    return f"timing_s/{TIMINGS[part]}" if part in TIMINGS else f"stage_s/{part}"
 
 
 def interrupted(run: Run, records: IterationRecords, iteration: int, began_at: int) -> IterationRecord | None:
@@ -139,7 +150,7 @@ def warm_up(run: Run, state: Callable[[], dict[str, Any]]) -> None:
         stream.mark_trained(len(batch))
         tokens = sum(batch.token_counts())
         metrics = step_metrics(result, "train") | {"perf/total_num_tokens": float(tokens)}
-        run.log(result.step, metrics | {"perf/throughput": tokens / watch.lap("step")} | watch.seconds, show_at=result.step)
+        run.log(result.step, metrics | {"perf/throughput": tokens / watch.lap("timing_s/step")} | watch.seconds, show_at=result.step)
         run.verify_if_due()
         run.save_if_due(state)
 
@@ -155,11 +166,7 @@ def evaluate(run: Run, reward: Reward) -> float:
 
 def rollout_metrics(samples: TrainingBatch, config: Config) -> dict[str, float]:
     lengths = samples["loss_mask"].sum(dim=1)
-    numbers = {"critic/score": samples["scores"], "critic/advantages": samples["advantages"][samples["loss_mask"] > 0]}
-    if "values" in samples:
-        numbers |= {f"critic/{name}": samples[name][samples["loss_mask"] > 0] for name in ("values", "returns")}
     return {
-        **{f"{name}/{how}": float(getattr(found, how)()) for name, found in numbers.items() for how in ("mean", "max", "min") if len(found)},
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),

@@ -121,7 +121,7 @@ def step_metrics(result: StepResult, prefix: str) -> dict[str, float]:
 
 
 class Stopwatch:
-    """Seconds of named parts of an iteration, as ``timing_s/NAME``."""
+    """Seconds of the parts of an iteration, by the name of their metric."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -134,7 +134,7 @@ class Stopwatch:
     def lap(self, name: str) -> float:
         now = time.monotonic()
         spent, self._since = now - self._since, now
-        self.seconds[f"timing_s/{name}"] = self.seconds.get(f"timing_s/{name}", 0.0) + spent
+        self.seconds[name] = self.seconds.get(name, 0.0) + spent
         return spent
 
     @property

@@ -34,12 +34,12 @@ def train(run: Run) -> None:
         metrics = step_metrics(result, "train") | {
             "training/pass": stream.trained / stream.size,
             "perf/total_num_tokens": float(tokens),
-            "perf/throughput": tokens / watch.lap("step"),
+            "perf/throughput": tokens / watch.lap("timing_s/step"),
         }
         last = result.step == total
         if run.data.eval and (last or (config.sft.eval_every and result.step % config.sft.eval_every == 0)):
             metrics["val/loss"] = held_out_loss(run, run.data.eval.first(config.sft.eval_samples))
-            watch.lap("testing")
+            watch.lap("timing_s/testing")
         run.log(result.step, metrics | watch.seconds, show_at=result.step)
         run.verify_if_due()
         if "val/loss" in metrics:

@@ -33,6 +33,7 @@ class Context:
     config: Config
     iteration: int
     reward: Reward
+    kl_coef: float  # the present one: rl.kl_target moves it
     _group: Group | None = None
 
     @property

@@ -28,12 +28,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from everstep.config import derive
 from everstep.data.functions import load_function
 from everstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from everstep.config.schema import Config
+    from everstep.config.schema import Config, RlConfig
 
 PROMPTS = "prompts"  # what the first stage reads: the prompts of the iteration, each repeated rl.samples_per_prompt times
 
@@ -204,29 +203,39 @@ _SAMPLES = ("input_ids", "attention_mask", "loss_mask", "rollout_logprobs", "com
 _TOKENS = ("input_ids", "attention_mask")
 
 
+def needs_old_logprobs(rl: RlConfig) -> bool:
+    """Whether an iteration needs the trainer's own log-probabilities of its samples before the first update.
+
+    Not if the one update that there is takes its own as the old ones, and nothing else asks for them.
+    """
+    return rl.passes * rl.updates_per_pass > 1 or rl.kl_in == "reward" or bool(rl.kl_target) or rl.importance.level != "none"
+
+
 def standard(config: Config) -> Pipeline:
-    """The stages of recipe grpo or ppo: log-probabilities only where the loss needs them, values and a critic's update with ppo."""
-    rl, sizes = config.rl, derive.sizes(config)
-    assert sizes.rl is not None
-    has_critic, on_policy = config.recipe == "ppo", sizes.rl.updates_per_iteration == 1
-    kl = rl.kl_coef > 0
+    """The stages of recipe grpo or ppo: log-probabilities only where something needs them, values and a critic's update with ppo."""
+    rl, has_critic = config.rl, config.recipe == "ppo"
+    old = ("old_logprobs",) if needs_old_logprobs(rl) else ()
+    ref = ("ref_logprobs",) if rl.kl_coef > 0 else ()
+    value = ("values",) if has_critic else ()
+    weight = ("importance_weights",) if rl.importance.level != "none" else ()
     stages = [
         Stage("rollout", "everstep.rl.stages:rollout", (PROMPTS,), _SAMPLES, "ranks"),
         Stage("reward", "everstep.rl.stages:reward", ("prompt", "completion", "record"), ("scores",)),
     ]
-    if not on_policy:
-        stages.append(Stage("old_logprob", "everstep.rl.stages:old_logprob", _TOKENS, ("old_logprobs",), "ranks"))
-    if kl:
-        stages.append(Stage("ref_logprob", "everstep.rl.stages:ref_logprob", _TOKENS, ("ref_logprobs",), "ranks"))
+    if old:
+        stages.append(Stage("old_logprob", "everstep.rl.stages:old_logprob", _TOKENS, old, "ranks"))
+    if ref:
+        stages.append(Stage("ref_logprob", "everstep.rl.stages:ref_logprob", _TOKENS, ref, "ranks"))
+    if value:
+        stages.append(Stage("values", "everstep.rl.stages:values", _TOKENS, value, "ranks"))
+    estimated = ("scores", "group", "loss_mask", "rollout_logprobs", *old, *ref, *value)
+    made = ("advantages", *(("returns",) if has_critic else ()), *weight)
+    stages.append(Stage("advantages", "everstep.rl.stages:advantages", estimated, made))
+
+    trained = (*_TOKENS, "loss_mask", "advantages", *old, *(ref if rl.kl_in == "loss" else ()), *weight)
+    updates = [Update("update_actor", "actor", trained, "everstep.rl.stages:actor_loss")]
     if has_critic:
-        stages.append(Stage("values", "everstep.rl.stages:values", _TOKENS, ("values",), "ranks"))
-    estimated = ("scores", "group", "loss_mask", *(("values",) if has_critic else ()))
-    stages.append(Stage("advantages", "everstep.rl.stages:advantages", estimated, ("advantages", *(("returns",) if has_critic else ()))))
-    actor_reads = (*_TOKENS, "loss_mask", "advantages", *(() if on_policy else ("old_logprobs",)), *(("ref_logprobs",) if kl else ()))
-    updates = [Update("update_actor", "actor", actor_reads, "everstep.rl.stages:actor_loss")]
-    if has_critic:
-        critic_reads = (*_TOKENS, "loss_mask", "values", "returns")
-        updates.append(Update("update_critic", "critic", critic_reads, "everstep.rl.stages:critic_loss"))
+        updates.append(Update("update_critic", "critic", (*_TOKENS, "loss_mask", "values", "returns"), "everstep.rl.stages:critic_loss"))
     return Pipeline(tuple(stages), tuple(updates))
 
 

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from everstep.cluster.batch import TrainingBatch
-from everstep.config import derive
 from everstep.engine.loss import LossSpec
-from everstep.rl import advantages as estimators
+from everstep.rl import credit
 from everstep.rl.execute import Context
 from everstep.rl.rewards import score
 from everstep.rl.rollout import Sampling
@@ -42,21 +41,16 @@ def values(context: Context, samples: TrainingBatch) -> dict[str, Tensor]:
     return {"values": context.group.call("mesh", "values", samples)["values"]}
 
 
-def advantages(context: Context, samples: TrainingBatch) -> dict[str, Tensor]:
-    """``advantages`` (B, T), as ``rl.advantage`` says."""
-    rl = context.config.rl
-    estimates = estimators.estimate(rl.advantage, samples["scores"], samples.column("group"), rl.advantage_eps)
-    return {"advantages": estimators.spread(estimates, samples["loss_mask"])}
+def advantages(context: Context, samples: TrainingBatch) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """``advantages`` (B, T), as section ``rl`` says; with a critic also ``returns``; ``importance_weights`` if they are asked for."""
+    credited, metrics = credit.assign(samples, samples["scores"], context.config.rl, context.kl_coef)
+    return {name: tensor for name, tensor in credited.tensors.items() if name not in samples}, metrics
 
 
 def actor_loss(context: Context) -> LossSpec:
     rl = context.config.rl
-    sizes = derive.sizes(context.config).rl
-    assert sizes is not None
-    return LossSpec(
-        "everstep.rl.losses:policy_loss",
-        dict(
-            clip_low=rl.clip_low, clip_high=rl.clip_high, dual_clip=rl.dual_clip, kl_coef=rl.kl_coef, kl_kind=rl.kl_kind,
-            entropy_coef=rl.entropy_coef, aggregation=rl.loss_aggregation, on_policy=sizes.updates_per_iteration == 1,
-        ),
-    )  # fmt: skip
+    return credit.policy_loss(rl, context.config.rollout, on_policy=rl.passes * rl.updates_per_pass == 1, kl_coef=context.kl_coef)
+
+
+def critic_loss(context: Context) -> LossSpec:
+    return credit.value_loss(context.config.rl, context.config.rollout, context.config.critic.value_clip)

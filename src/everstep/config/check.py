@@ -121,9 +121,7 @@ def _check_experts(config: Config, shape: ModelShape, layout: Layout) -> None:
 def _check_critic(config: Config, sizes: derive.Sizes, actor: ModelShape) -> None:
     if config.recipe != "ppo":
         return
-    critic, rl = config.critic, config.rl
-    if critic.warmup >= rl.iterations:
-        raise ConfigError(f"critic.warmup={critic.warmup} leaves none of rl.iterations={rl.iterations} to train the actor in; lower the one, or raise the other")
+    critic = config.critic
     shape = describe(derive.critic(config).model, "critic.path" if critic.path else "model.path")
     language_model = dataclasses.replace(shape, architecture=shape.architecture.replace("ForTokenClassification", "ForCausalLM"))
     check_model(language_model, sizes.layout, critic.path or config.model.path)

@@ -243,6 +243,11 @@ def sizes(config: Config) -> Sizes:
     if samples % rl.updates_per_pass:
         raise ConfigError(f"rl.updates_per_pass={rl.updates_per_pass} does not divide {product}; change one of them")
     has_critic = config.recipe == "ppo"
+    if has_critic and config.critic.warmup >= rl.iterations:
+        raise ConfigError(
+            f"critic.warmup={config.critic.warmup} leaves none of rl.iterations={rl.iterations} to train the actor in; lower the one, or "
+            "raise the other"
+        )
     iterations = RlSizes(
         samples, rl.passes * rl.updates_per_pass, rl.iterations,
         (config.critic.passes or rl.passes) * rl.updates_per_pass if has_critic else 0, config.critic.warmup if has_critic else 0,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from everstep.cluster.batch import TrainingBatch
+from everstep.config import derive
 from everstep.engine.loss import LossSpec
 from everstep.rl import credit
 from everstep.rl.execute import Context
@@ -13,9 +14,21 @@ from everstep.rl.rewards import score
 from everstep.rl.rollout import Sampling
 
 
+def _cut(context: Context, unit: int) -> str:
+    """How samples are dealt to the ranks. With recovery.exact in whole groups of ``unit``, which a rank computes at a time: in the last
+    bits a sample's numbers depend on what it is computed with, and so would depend on who is alive."""
+    return f"mesh:{unit}" if context.config.recovery.exact else "mesh"
+
+
+def _forward(context: Context, samples: TrainingBatch) -> str:
+    train = context.config.train
+    packed = train.tokens_per_micro_batch is not None  # then who shares a row depends on all of a rank's samples
+    return _cut(context, max(1, len(samples)) if packed else derive.micro_batch_size(train))
+
+
 def rollout(context: Context, prompts: TrainingBatch) -> TrainingBatch:
     """One completion for each row; see ``TransformersRollout.generate`` for its columns."""
-    samples: TrainingBatch = context.group.call("mesh", "generate", prompts, Sampling.for_training(context.config))
+    samples: TrainingBatch = context.group.call(_cut(context, context.config.rollout.samples_per_batch), "generate", prompts, Sampling.for_training(context.config))
     return samples
 
 
@@ -26,19 +39,19 @@ def reward(context: Context, samples: TrainingBatch) -> dict[str, Tensor]:
 
 def old_logprob(context: Context, samples: TrainingBatch) -> dict[str, Tensor]:
     """``old_logprobs`` (B, T): of the policy that is about to be updated, which is the one that generated."""
-    scored = context.group.call("mesh", "logprobs", samples, context.config.rollout.temperature)
+    scored = context.group.call(_forward(context, samples), "logprobs", samples, context.config.rollout.temperature)
     return {"old_logprobs": scored["logprobs"]}
 
 
 def ref_logprob(context: Context, samples: TrainingBatch) -> dict[str, Tensor]:
     """``ref_logprobs`` (B, T): of the reference model."""
-    scored = context.group.call("mesh", "logprobs", samples, context.config.rollout.temperature, "reference")
+    scored = context.group.call(_forward(context, samples), "logprobs", samples, context.config.rollout.temperature, "reference")
     return {"ref_logprobs": scored["ref_logprobs"]}
 
 
 def values(context: Context, samples: TrainingBatch) -> dict[str, Tensor]:
     """``values`` (B, T): the critic's, of the state before each token."""
-    return {"values": context.group.call("mesh", "values", samples)["values"]}
+    return {"values": context.group.call(_forward(context, samples), "values", samples)["values"]}
 
 
 def advantages(context: Context, samples: TrainingBatch) -> tuple[dict[str, Tensor], dict[str, float]]:

@@ -27,6 +27,7 @@ from everstep.recovery.faults import (
     STAGES,
     UNHELD_PHASES,
 )
+from everstep.rl import pipeline
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM")
 
@@ -260,8 +261,8 @@ def _no_such_moment(fault: Fault, config: Config, sizes: derive.Sizes) -> str:
         return f"phase={fault.phase}: no rollout precedes step {fault.step}" + (
             f"; those of {', '.join(map(str, steps[:3]))}, ... have one" if steps else ", recipe=sft has none"
         )
-    if fault.phase == "values" and config.recipe != "ppo":
-        return f"phase=values: recipe={config.recipe} has no critic; recipe=ppo has one"
+    if fault.phase in STAGES and fault.phase not in (phases := pipeline.fault_phases(config)):
+        return f"phase={fault.phase}: no stage of an iteration does that here; {', '.join(sorted(phases))} can be struck"
     if fault.phase == "save" and config.resume == "never" and fault.step not in (steps := derive.saved_steps(config, sizes)):
         return f"phase=save: step {fault.step} is not saved" + (
             f"; steps {', '.join(map(str, steps[:3]))}{', ...' if len(steps) > 3 else ''} are (checkpoint.*)"
@@ -415,7 +416,6 @@ def _check_data_files(config: Config) -> None:
 
 def _check_functions(config: Config) -> None:
     from everstep.data.functions import load_function
-    from everstep.rl import pipeline
 
     for key, spec in _sources(config):
         if ":" in spec and "/" not in spec and not spec.startswith("reasoning_gym:"):

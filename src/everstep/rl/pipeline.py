@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from everstep.config import derive
 from everstep.data.functions import load_function
 from everstep.errors import ConfigError
 
@@ -237,6 +238,14 @@ def standard(config: Config) -> Pipeline:
     if has_critic:
         updates.append(Update("update_critic", "critic", (*_TOKENS, "loss_mask", "values", "returns"), "everstep.rl.stages:critic_loss"))
     return Pipeline(tuple(stages), tuple(updates))
+
+
+def fault_phases(config: Config) -> frozenset[str]:
+    """The stages of an iteration in which fault injection can strike (``faults[].phase``); none if the recipe has no iterations."""
+    if not derive.is_rl(config):
+        return frozenset()
+    phases = {"reward": "reward", "advantages": "advantages", "old_logprob": "logprobs", "ref_logprob": "logprobs", "values": "values"}
+    return frozenset({"rollout"} | {phases[stage.name] for stage in resolve(config).stages if stage.name in phases})
 
 
 def resolve(config: Config) -> Pipeline:

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.cluster.batch import TrainingBatch
+from everstep.config.schema import RecoveryConfig
 from everstep.errors import BadInput
 from everstep.layout import Layout, Position
 
@@ -176,6 +177,12 @@ class MeshDispatch(Dispatch):
                     "returned a TrainingBatch"
                 )
         return TrainingBatch.concat(batches)
+
+
+def mesh_of(recovery: RecoveryConfig, unit: int) -> str:
+    """The name of the mesh that deals samples to ranks which compute ``unit`` of them at a time. With recovery.exact whole such groups are
+    dealt: in the last bits a sample's numbers depend on what it is computed with, and would else depend on who is alive."""
+    return f"mesh:{unit}" if recovery.exact else "mesh"
 
 
 def batch_arguments(args: Args, kwargs: Kwargs) -> dict[str, TrainingBatch]:

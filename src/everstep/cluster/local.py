@@ -23,7 +23,7 @@ from everstep.checkpoint.sharded import Shard
 from everstep.cluster import environment
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.device import choose_device
-from everstep.cluster.dispatch import get_dispatch, ranks_of
+from everstep.cluster.dispatch import get_dispatch, mesh_of, ranks_of
 from everstep.cluster.group import Role, StepResult
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.slots import ListSlots, cut_slots, sample_ids
@@ -42,6 +42,7 @@ from everstep.recovery.desk import Listener
 from everstep.recovery.faults import FaultInjector
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Kind, Member, Record
+from everstep.rl.rollout import Sampling
 from everstep.run_dir import RunDir
 from everstep.telemetry.events import EventLog
 
@@ -160,6 +161,12 @@ class LocalGroup:
         if method == "keep_reference":
             self._reference = True
         return how.collect(ranks, self._exchange(mine))
+
+    def rollout(self, prompts: TrainingBatch, sampling: Sampling) -> TrainingBatch:
+        completed: TrainingBatch = self.call(
+            mesh_of(self.config.recovery, sampling.samples_per_batch), "generate", prompts, sampling
+        )
+        return completed
 
     def enter_stage(self, name: str) -> None:
         self._stage = name

@@ -388,7 +388,10 @@ class RecoveryConfig(Section):
     )
 
 
-FaultPhase = Literal["compute", "exchange", "salvage", "reduce", "vote", "commit", "apply", "heal", "spare", "save", "rollout", "reward", "logprobs", "values", "advantages"]
+FaultPhase = Literal[
+    "compute", "exchange", "salvage", "reduce", "vote", "commit", "apply", "heal", "spare", "save", "rollout", "send", "generate", "sync",
+    "reward", "logprobs", "values", "advantages",
+]  # fmt: skip
 FaultKind = Literal["kill", "stop", "exit", "segv", "gil", "oom", "nan", "hang", "partition", "error"]
 
 
@@ -396,12 +399,13 @@ class Fault(Section):
     step: int = Field(
         ge=1,
         description="Global step (as logged) in which the fault happens; heal: the first heal from this step on; save: the step that "
-        "is saved; rollout, reward, logprobs, values, advantages: the first step of the iteration.",
+        "is saved; rollout, send, generate, sync, reward, logprobs, values, advantages: the first step of the iteration.",
     )
     phase: FaultPhase = Field(
         "compute",
         description="Where the victim is: a phase of the step transaction (`commit`: the step is recorded, the victim may not have "
-        "applied it), `spare`: idle, not placed; `save`, `rollout`, `logprobs`, `values`: in that call; `reward`, `advantages`: while the "
+        "applied it), `spare`: idle, not placed; `save`, `rollout`, `logprobs`, `values`: in that call; `send`: a rank that serves weights "
+        "to rollout engines; `generate`, `sync`: a rollout engine that makes tokens, or gets weights; `reward`, `advantages`: while the "
         "lead is in that stage.",
     )
     kind: FaultKind = Field(
@@ -410,8 +414,8 @@ class Fault(Section):
         "call that keeps the interpreter lock for ever, `oom` the main thread takes memory until RLIMIT_AS refuses, `nan` spoils the gradient, `hang` "
         "the main thread never goes on, `error` user code raises. `partition`: the control connection goes silent.",
     )
-    replica: int = Field(0, ge=0, description="Victim's replica; not used by phase spare.")
-    rank: int = Field(0, ge=0, description="Victim's rank inside its replica; phase spare: which of the idle spares.")
+    replica: int = Field(0, ge=0, description="Victim's replica; not used by phases spare, generate, sync.")
+    rank: int = Field(0, ge=0, description="Victim's rank inside its replica; phase spare: which of the idle spares; generate, sync: which of rollout.engines.")
     hold: bool = Field(
         False,
         description="kill, stop, partition: the victim stays where it enters the phase, and the fault comes once a rank of another replica is in the "

@@ -159,7 +159,7 @@ def evaluate(run: Run, reward: Reward) -> float:
     """Share of held-out prompts whose (greedy) completion is right: a reward of at least 1."""
     assert run.data.eval is not None
     prompts = run.data.eval.first(run.config.rollout.eval_samples)
-    answered = run.group.call("mesh", "generate", repeat_prompts(prompts, 1), Sampling.for_evaluation(run.config))
+    answered = run.group.rollout(repeat_prompts(prompts, 1), Sampling.for_evaluation(run.config))
     scores = run.group.once(score, reward, answered)
     return sum(s >= 1.0 for s in scores) / len(scores)
 

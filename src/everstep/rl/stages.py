@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.dispatch import mesh_of
 from everstep.config import derive
 from everstep.engine.loss import LossSpec
 from everstep.rl import credit
@@ -14,21 +15,16 @@ from everstep.rl.rewards import score
 from everstep.rl.rollout import Sampling
 
 
-def _cut(context: Context, unit: int) -> str:
-    """How samples are dealt to the ranks. With recovery.exact in whole groups of ``unit``, which a rank computes at a time: in the last
-    bits a sample's numbers depend on what it is computed with, and so would depend on who is alive."""
-    return f"mesh:{unit}" if context.config.recovery.exact else "mesh"
-
-
 def _forward(context: Context, samples: TrainingBatch) -> str:
+    """How samples are dealt to the ranks that evaluate them."""
     train = context.config.train
     packed = train.tokens_per_micro_batch is not None  # then who shares a row depends on all of a rank's samples
-    return _cut(context, max(1, len(samples)) if packed else derive.micro_batch_size(train))
+    return mesh_of(context.config.recovery, max(1, len(samples)) if packed else derive.micro_batch_size(train))
 
 
 def rollout(context: Context, prompts: TrainingBatch) -> TrainingBatch:
     """One completion for each row; see ``TransformersRollout.generate`` for its columns."""
-    samples: TrainingBatch = context.group.call(_cut(context, context.config.rollout.samples_per_batch), "generate", prompts, Sampling.for_training(context.config))
+    samples: TrainingBatch = context.group.rollout(prompts, Sampling.for_training(context.config))
     return samples
 
 

@@ -175,12 +175,12 @@ def test_adapters_of_actor_and_critic_under_a_death(calm, tmp_path):
 # -- a whole run that stops --------------------------------------------------------------------------------------------------------
 
 
-def stopped_in(update: str):
-    """A pipeline in which this update's loss raises in the second iteration: the run ends there, resumable."""
+def stopped_in(update: str, iteration: int):
+    """A pipeline in which this update's loss raises in an iteration: the run ends there, resumable."""
     def make(conf):
 
         def loss(context):
-            if context.iteration == 2 and not (Path(conf.run_dir) / "go").exists():
+            if context.iteration == iteration and not (Path(conf.run_dir) / "go").exists():
                 raise EverstepError(f"stopped before {update}")
             from everstep.rl import stages
             return stages.actor_loss(context) if update == "update_actor" else stages.critic_loss(context)
@@ -189,27 +189,29 @@ def stopped_in(update: str):
     return make
 
 
-stops_in_actor, stops_in_critic = stopped_in("update_actor"), stopped_in("update_critic")
+stops_in_first, stops_in_second = stopped_in("update_actor", 1), stopped_in("update_actor", 2)
 
 
-def test_a_resumed_run_finishes_the_iteration_with_the_samples_that_it_had(calm, tmp_path):
+@pytest.mark.parametrize("stops", ["second", pytest.param("first", marks=pytest.mark.full)])
+def test_a_resumed_run_finishes_the_iteration_with_the_samples_that_it_had(stops, calm, tmp_path):
     """Stopped with the stages done and no update made; the record is on disk, and nothing is generated again."""
-    same = [*SMALL, "layout.replicas=1", "layout.spares=0", "faults=[]", "checkpoint.every_steps=1", "pipeline=tests.test_rl_faults:stops_in_actor"]
+    same = [*SMALL, "layout.replicas=1", "layout.spares=0", "faults=[]", "checkpoint.every_steps=1", f"pipeline=tests.test_rl_faults:stops_in_{stops}"]
+    first = WARM if stops == "first" else FIRST - 1
     with pytest.raises(EverstepError, match="stopped before update_actor"):
         finish(config(PPO, tmp_path / "run", *same), host=ForkedHost)
     (left,) = (tmp_path / "run" / "iterations").iterdir()
-    assert left.name == f"000002-{FIRST - 1:06d}-{FIRST - 1 + PER_ITERATION:06d}.safetensors"
+    assert left.name == f"00000{1 if stops == 'first' else 2}-{first:06d}-{first + PER_ITERATION:06d}.safetensors"
     (tmp_path / "run" / "go").touch()
     run = finish(config(PPO, tmp_path / "run", *same, "resume=must"), host=ForkedHost)
     stages = [(e["iteration"], e["name"]) for e in run.kind("stage")]
-    assert stages.count((2, "rollout")) == 1 and stages.count((3, "rollout")) == 1, "the second attempt generated only for the third iteration"
+    assert [stages.count((n, "rollout")) for n in (1, 2, 3)] == [1, 1, 1], "the second attempt generated only for later iterations"
     assert by_position(run, 1) == undisturbed(calm)
     assert not list((tmp_path / "run" / "iterations").iterdir())
 
 
 @pytest.mark.full
 def test_a_record_that_was_damaged_meanwhile_is_made_again(calm, tmp_path):
-    same = [*SMALL, "layout.replicas=1", "layout.spares=0", "faults=[]", "checkpoint.every_steps=1", "pipeline=tests.test_rl_faults:stops_in_actor"]
+    same = [*SMALL, "layout.replicas=1", "layout.spares=0", "faults=[]", "checkpoint.every_steps=1", "pipeline=tests.test_rl_faults:stops_in_second"]
     with pytest.raises(EverstepError, match="stopped before"):
         finish(config(PPO, tmp_path / "run", *same), host=ForkedHost)
     (left,) = (tmp_path / "run" / "iterations").iterdir()

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from everstep.cluster.environment import check_user_environment, detect_launcher, inside_torchrun
-from everstep.config import derive
+from everstep.config import derive, semisync
 from everstep.config.schema import Config, Fault, OptimizerConfig
 from everstep.engine.source import ModelShape, describe, resolve
 from everstep.errors import BadInput, ConfigError
@@ -64,6 +64,7 @@ def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> deriv
     check_model(shape, sizes.layout, config.model.path)
     _check_experts(config, shape, sizes.layout)
     _check_critic(config, sizes, shape)
+    semisync.check(config, shape)
     _check_data_files(config)
     _check_functions(config)
     return sizes

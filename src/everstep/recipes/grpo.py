@@ -18,8 +18,9 @@ from everstep.data import SampleStream
 from everstep.errors import BadInput
 from everstep.recipes import sft
 from everstep.recipes.run import Run, Stopwatch, step_metrics
+from everstep.recipes.schedule import learning_rate
 from everstep.recipes.updates import transactions
-from everstep.rl import credit, pipeline
+from everstep.rl import credit, island, pipeline
 from everstep.rl.execute import Context, execute, named
 from everstep.rl.record import IterationRecord, IterationRecords, settings_digest
 from everstep.rl.rewards import Reward, resolve, score
@@ -34,8 +35,7 @@ TIMINGS = {"rollout": "gen", "reward": "reward", "ref_logprob": "ref", "old_logp
 def train(run: Run) -> None:
     config, group, rl = run.config, run.group, run.config.rl
     reward = resolve(config.reward, config.data.source, config.data.source_args)
-    stages, sizes = pipeline.resolve(config), derive.sizes(config).rl
-    assert sizes is not None
+    stages, sizes = pipeline.resolve(config), derive.sizes(config)
     records = IterationRecords(run.folder / "iterations", run.folder / "checkpoints")
     prompts = SampleStream(len(run.data.train), config.seed, config.data.shuffle)
     iteration, has_reference, kl_coef = 0, False, rl.kl_coef  # iteration: those that are complete
@@ -51,11 +51,11 @@ def train(run: Run) -> None:
                 "resume with rl.kl_coef=0, or start a new run from the checkpoint's folder hf"
             )
     state: Callable[[], dict[str, Any]] = lambda: {
-        "prompts": prompts.state_dict(), "iteration": iteration, "began_at": began_at, "reference": has_reference, "kl_coef": kl_coef,
-        "best": run.best,
+        "prompts": prompts.state_dict(), "iteration": iteration, "reference": has_reference, "kl_coef": kl_coef, "best": run.best,
+        "began_at": max(began_at, min(group.committed_step, sizes.warmup_transactions)),  # within the warm-up none is in progress
     }  # fmt: skip
 
-    if group.committed_step < config.warmup.steps:
+    if group.committed_step * run.inner_steps < config.warmup.steps:
         warm_up(run, state)
         began_at = group.committed_step
     record = interrupted(run, records, iteration + 1, began_at)
@@ -66,6 +66,10 @@ def train(run: Run) -> None:
         run.summary["accuracy_before"] = evaluate(run, reward)
         run.log(group.committed_step, {"val-core/acc/mean@1": run.summary["accuracy_before"]})
 
+    if config.semisync.method != "none":
+        islands(run, prompts, reward, iteration, has_reference)
+        return
+
     run.start(rl.iterations, "iteration", iteration)
     while iteration < rl.iterations:
         watch = Stopwatch()
@@ -74,9 +78,8 @@ def train(run: Run) -> None:
             taken = run.data.train.batch(prompts.take(rl.prompts_per_step))
             made = execute(stages, context, group, repeat_prompts(taken, rl.samples_per_prompt), run.events)
             record = IterationRecord(
-                iteration + 1, began_at, sizes.steps_before(iteration + 2) - sizes.steps_before(iteration + 1), len(taken),
-                settings_digest(config), made.samples, made.metrics,
-            )  # fmt: skip
+                iteration + 1, began_at, sizes.updates_of(iteration + 1), len(taken), settings_digest(config), made.samples, made.metrics
+            )
             watch.seconds |= {timing(name): spent for name, spent in made.seconds.items()}
             watch.skip()
             group.once(records.write, record)
@@ -134,22 +137,48 @@ def interrupted(run: Run, records: IterationRecords, iteration: int, began_at: i
     return record
 
 
+def islands(run: Run, prompts: SampleStream, reward: Any, iteration: int, has_reference: bool) -> None:
+    """Semi-synchronous: each replica makes rollouts of its own prompts with its own weights, and an update from them, some iterations
+    long; then weights are synchronised. Metrics are means over the iterations of a round."""
+    config, rl, inner = run.config, run.config.rl, run.inner_steps
+    state = lambda: {"prompts": prompts.state_dict(), "iteration": iteration, "reference": has_reference, "kl_coef": rl.kl_coef}
+    run.start(rl.iterations, "iteration", iteration)
+    while iteration < rl.iterations:
+        watch = Stopwatch()
+        taken = [run.data.train.batch(prompts.take(rl.prompts_per_step)) for _ in range(inner)]
+        lrs = [learning_rate(config.optimizer, iteration + i, rl.iterations) for i in range(1, inner + 1)]
+        asked = [repeat_prompts(batch, rl.samples_per_prompt) for batch in taken]
+        result = run.train(asked, island.loss_spec(config), lrs, config.rollout.temperature, island.ROLLOUT)
+        prompts.mark_trained(sum(map(len, taken)))
+        iteration += inner
+        watch.lap("timing_s/step")
+        metrics = step_metrics(result, "actor", inner) | {
+            "training/iteration": float(iteration), "training/inner_step": float(iteration), "training/pass": prompts.trained / prompts.size,
+        }  # fmt: skip
+        if run.data.eval and (iteration == rl.iterations or (rl.eval_every and iteration // rl.eval_every > (iteration - inner) // rl.eval_every)):
+            run.summary["accuracy_after"] = metrics["val-core/acc/mean@1"] = evaluate(run, reward)
+            watch.lap("timing_s/testing")
+        run.log(result.step, metrics | watch.seconds, show_at=iteration)
+        run.verify_if_due()
+        run.save_if_due(state, last=iteration == rl.iterations)
+
+
 def warm_up(run: Run, state: Callable[[], dict[str, Any]]) -> None:
     """``warmup.steps`` steps of SFT through the same step transaction; a resumed run does those that are left."""
-    config, group, data = run.config, run.group, run.data.warmup
-    if data is None:
+    config, group, data, inner = run.config, run.group, run.data.warmup, run.inner_steps
+    if data is None or (done := group.committed_step * inner) >= config.warmup.steps:
         return
     stream = SampleStream(len(data), config.seed, config.data.shuffle, "warmup")
-    stream.take(group.committed_step * config.warmup.samples_per_step)  # a checkpoint in the warm-up: its steps are done
+    stream.take(done * config.warmup.samples_per_step)  # a checkpoint in the warm-up: its steps are done
     stream.mark_trained(stream.read)
-    run.start(config.warmup.steps, "warm-up step", group.committed_step)
-    while group.committed_step < config.warmup.steps:
+    run.start(config.warmup.steps // inner, "warm-up step", group.committed_step)
+    while group.committed_step * inner < config.warmup.steps:
         watch = Stopwatch()
-        batch = data.batch(stream.take(config.warmup.samples_per_step))
-        result = group.train_step(batch, sft.LOSS, config.warmup.lr)
-        stream.mark_trained(len(batch))
-        tokens = sum(batch.token_counts())
-        metrics = step_metrics(result, "train") | {"perf/total_num_tokens": float(tokens)}
+        batches = [data.batch(stream.take(config.warmup.samples_per_step)) for _ in range(inner)]
+        result = run.train(batches, sft.LOSS, [config.warmup.lr] * inner)
+        stream.mark_trained(sum(map(len, batches)))
+        tokens = sum(sum(batch.token_counts()) for batch in batches)
+        metrics = step_metrics(result, "train", inner) | {"perf/total_num_tokens": float(tokens)}
         run.log(result.step, metrics | {"perf/throughput": tokens / watch.lap("timing_s/step")} | watch.seconds, show_at=result.step)
         run.verify_if_due()
         run.save_if_due(state)

@@ -23,7 +23,7 @@ from everstep.checkpoint.sharded import Shard
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.dispatch import get_dispatch, mesh_of, ranks_of
 from everstep.cluster.group import Role, StepResult
-from everstep.cluster.host import Host, ProcessEnded, WorkerSpec
+from everstep.cluster.host import Host, ProcessEnded, Sharing, WorkerSpec
 from everstep.cluster.island import Round, island_folder
 from everstep.cluster.owed import Owed
 from everstep.cluster.repair import Repair
@@ -61,25 +61,6 @@ T = TypeVar("T")
 _DEATH_CONFIRM_S = 30.0
 _POLL_S = 0.2
 _CALL_OFF_S = 10.0  # for the living ranks of a formation that lost one, to leave it
-
-
-class _Sharing:
-    """Hands each batch to the host once, however many ranks get it."""
-
-    def __init__(self, host: Host) -> None:
-        self.nbytes, self.seconds = 0, 0.0
-        self._host = host
-        self._shared: dict[int, tuple[Any, Any]] = {}
-
-    def __call__(self, value: Any) -> Any:
-        if not isinstance(value, TrainingBatch):
-            return value
-        if id(value) not in self._shared:
-            start = time.monotonic()
-            self._shared[id(value)] = (value, self._host.share(value))
-            self.seconds += time.monotonic() - start
-            self.nbytes += value.nbytes
-        return self._shared[id(value)][1]
 
 
 class Controller:
@@ -225,7 +206,7 @@ class Controller:
             ranks = ranks_of(self.layout, view.contributors)
             how = get_dispatch(dispatch)
             how.validate(ranks, args, kwargs)
-            share = _Sharing(self._host)
+            share = Sharing(self._host)
             pending: dict[Any, int] = {}
             called: list[tuple[str, Member]] = []
             for index, (rank, (a, kw)) in enumerate(zip(ranks, how.dispatch(ranks, args, kwargs), strict=True)):
@@ -334,7 +315,7 @@ class Controller:
     ) -> StepResult:
         """One transaction over ``slots``. ``arguments``: of the worker's method, from the step and the slots as the host shares them."""
         step = self.committed_step + 1
-        share = _Sharing(self._host)
+        share = Sharing(self._host)
         shared = self._host.slots([[share(micro) for micro in slot] for slot in slots])
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + share.nbytes, self.dispatch_seconds + share.seconds
         self._prepare_faults(step)

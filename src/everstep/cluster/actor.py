@@ -14,7 +14,7 @@ from everstep.cluster.host import WorkerInfo, WorkerSpec, make_worker
 from everstep.errors import CoordinatorLost
 
 if TYPE_CHECKING:
-    from everstep.cluster.worker import Life
+    from everstep.cluster.formation import Life
 
 _FETCH_S = 60.0
 _REMOVE_S = 5.0

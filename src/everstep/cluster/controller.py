@@ -23,19 +23,18 @@ from everstep.checkpoint.saving import SavedRun
 from everstep.checkpoint.sharded import Shard
 from everstep.cluster import takeover
 from everstep.cluster.batch import TrainingBatch
-from everstep.cluster.dispatch import get_dispatch, ranks_of
+from everstep.cluster.dispatch import get_dispatch, mesh_of, ranks_of
+from everstep.cluster.formation import Formation
 from everstep.cluster.forming import form
-from everstep.cluster.group import StepResult
-from everstep.cluster.host import Host, ProcessEnded, WorkerSpec
+from everstep.cluster.group import Role, StepResult
+from everstep.cluster.host import Host, ProcessEnded, Sharing, WorkerSpec
 from everstep.cluster.island import Round, island_folder
 from everstep.cluster.owed import POLL_S, Owed, all_done, gather
 from everstep.cluster.repair import Repair
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.rollback import Rollback
-from everstep.cluster.sharing import Sharing
 from everstep.cluster.slots import cut_round, cut_slots, require_synchronous, sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
-from everstep.cluster.worker import Formation
 from everstep.config import derive
 from everstep.config.schema import Config, Fault
 from everstep.engine.loss import LossSpec
@@ -65,7 +64,6 @@ from everstep.telemetry.events import ENGINES, EventLog
 
 T = TypeVar("T")
 _DEATH_CONFIRM_S = 30.0
-_STATES_KEPT = 10_000  # steps
 
 
 class Controller:
@@ -84,9 +82,9 @@ class Controller:
         self.layout = derive.layout(config)
         self._on_record = on_record or (lambda record: None)
         self._reference = False
+        self._stage = ""
         self.recipe_state: dict[str, Any] = {}
         self._closed = False
-        self._states: dict[int, dict[str, Any]] = {0: {}}  # the recipe's, after each of the last steps
         self._went_back: RolledBack | None = None  # not told to the recipe yet
         self._rollback = Rollback(host, config.recovery, self.layout, run_dir.checkpoints, lambda worker: worker in self.server.dead)
         self._repair: Repair | None = None
@@ -159,7 +157,7 @@ class Controller:
         self._host.watch(lambda worker: self._process_ended(worker) if self._repair else adopting.died.append(worker))
         decided = adopting.decide(log.past)
         self._reference, self.recipe_state = decided.reference, decided.state or {}
-        self._states |= log.past.states
+        self._rollback.states |= log.past.states
         self._repair = Repair(self, decided.lives, decided.spares, lambda: self._reference)
         self._injector = self._make_injector(adopting.faults_left())
         self.server.take_over(decided.last, decided.commit, decided.members, self.layout.replicas, adopting.noted)
@@ -280,7 +278,9 @@ class Controller:
     def rollout(self, prompts: TrainingBatch, sampling: Sampling) -> TrainingBatch:
         pool = self._pool
         if pool is None:
-            completed: TrainingBatch = self.call("mesh", "generate", prompts, sampling)
+            completed: TrainingBatch = self.call(
+                mesh_of(self.config.recovery, sampling.samples_per_batch), "generate", prompts, sampling
+            )
             return completed
         start = time.monotonic()
         self._prepare_faults(self.committed_step + 1)
@@ -312,12 +312,18 @@ class Controller:
     def _results(self, calls: dict[Any, int], called: list[tuple[str, Member]], method: str) -> list[Any] | None:
         return gather(self._host, self.server, self.config.recovery, self._is_death, calls, called, method)
 
+    def enter_stage(self, name: str) -> None:
+        self._stage = name
+        if self._injector:
+            self._injector.on_stage(name, self.committed_step + 1)
+
     def train_step(
-        self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, state: dict[str, Any] | None = None
+        self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, role: Role = "actor",
+        about: Mapping[str, Any] | None = None, state: dict[str, Any] | None = None,
     ) -> StepResult:
         require_synchronous(self.config)
         slots = cut_slots(batch, self.config.train, self.layout.dp)
-        return self._step(slots, loss, lr, "train_step", lambda step, shared: (step, shared, loss, lr, temperature), state)
+        return self._step(slots, loss, lr, "train_step", lambda step, shared: (step, shared, loss, lr, temperature, role), state, about)
 
     def train_round(
         self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None,
@@ -329,7 +335,7 @@ class Controller:
 
     def _step(
         self, slots: list[tuple[TrainingBatch, ...]], loss: LossSpec, lr: float, method: str,
-        arguments: Callable[[int, Any], tuple[Any, ...]], state: dict[str, Any] | None,
+        arguments: Callable[[int, Any], tuple[Any, ...]], state: dict[str, Any] | None, about: Mapping[str, Any] | None = None,
     ) -> StepResult:
         """One transaction over ``slots``. ``arguments``: of the worker's method, from the step and the slots as the host shares them
         (the coordinator's incarnation follows)."""
@@ -338,7 +344,7 @@ class Controller:
         shared = self._host.slots([[share(micro) for micro in slot] for slot in slots])
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + share.nbytes, self.dispatch_seconds + share.seconds
         self._prepare_faults(step)
-        self.server.begin(step, sample_ids(slots), state)
+        self.server.begin(step, sample_ids(slots), about or {}, state)
         if self._injector:
             self._injector.begins(step)
         coordinator = self.server.coordinator
@@ -452,6 +458,7 @@ class Controller:
         view = coordinator.view
         return {
             "state": str(coordinator.state),
+            "stage": self._stage,
             "epoch": str(view.epoch),
             "committed_step": coordinator.committed,
             "replicas": list(view.contributors),
@@ -527,9 +534,7 @@ class Controller:
             self._injector.on_phase(worker, step, phase)
 
     def _recorded(self, record: Record) -> None:
-        if record.state is not None:
-            self._states[record.view.committed] = record.state
-            self._states.pop(record.view.committed - _STATES_KEPT, None)
+        self._rollback.remember(record)
         if self._injector and record.kind is Kind.COMMIT:
             self._injector.on_commit(record.step)
         self._on_record(record)
@@ -570,8 +575,7 @@ class Controller:
         coordinator = self.server.coordinator
         if coordinator.state is not State.LOST:
             self.server.joiner(member)
-        elif restored := self._rollback.restore(member, coordinator.committed, self._states):
-            self._states = {k: s for k, s in self._states.items() if k <= restored.step} | {restored.step: restored.state}
+        elif restored := self._rollback.restore(member, coordinator.committed):
             self.recipe_state, self._went_back = restored.state, RolledBack(restored.step, restored.cause)
             stranded = coordinator.view.healing - {member.replica}
             self.server.rollback(restored.step, [member], restored.cause, restored.state)

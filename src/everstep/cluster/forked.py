@@ -35,7 +35,7 @@ from everstep.config.schema import Config
 from everstep.errors import BadInput, DeadlineExceeded, EverstepError, WorkerFailed
 
 if TYPE_CHECKING:
-    from everstep.cluster.worker import Life
+    from everstep.cluster.formation import Life
 
 PRELOAD = [
     "everstep.cluster.worker",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,13 +23,14 @@ from everstep.checkpoint.sharded import Shard
 from everstep.cluster import environment
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.device import choose_device
-from everstep.cluster.dispatch import get_dispatch, ranks_of
-from everstep.cluster.group import StepResult
+from everstep.cluster.dispatch import get_dispatch, mesh_of, ranks_of
+from everstep.cluster.formation import Formation
+from everstep.cluster.group import Role, StepResult
 from everstep.cluster.island import Round
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.slots import ListSlots, cut_round, cut_slots, require_synchronous, sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s
-from everstep.cluster.worker import Formation, Worker
+from everstep.cluster.worker import Worker
 from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.engine import cpu
@@ -80,6 +81,7 @@ class LocalGroup:
         self.layout = derive.layout(config)
         self._rank = dist.get_rank()
         self._reference = False
+        self._stage = ""
         self.recipe_state: dict[str, Any] = {}
         self.dispatch_bytes, self.dispatch_seconds = 0, 0.0  # every rank has the whole batch already: nothing is sent
         self._server: CoordinatorServer | None = None
@@ -164,15 +166,23 @@ class LocalGroup:
         return how.collect(ranks, self._exchange(mine))
 
     def rollout(self, prompts: TrainingBatch, sampling: Sampling) -> TrainingBatch:
-        completed: TrainingBatch = self.call("mesh", "generate", prompts, sampling)
+        completed: TrainingBatch = self.call(
+            mesh_of(self.config.recovery, sampling.samples_per_batch), "generate", prompts, sampling
+        )
         return completed
 
+    def enter_stage(self, name: str) -> None:
+        self._stage = name
+        if self._injector:
+            self._injector.on_stage(name, self.committed_step + 1)
+
     def train_step(
-        self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, state: dict[str, Any] | None = None
+        self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, role: Role = "actor",
+        about: Mapping[str, Any] | None = None, state: dict[str, Any] | None = None,
     ) -> StepResult:
         require_synchronous(self.config)
         slots = cut_slots(batch, self.config.train, self.layout.dp)
-        return self._step(slots, loss, lr, "train_step", lambda step: (step, ListSlots(slots), loss, lr, temperature), state)
+        return self._step(slots, loss, lr, "train_step", lambda step: (step, ListSlots(slots), loss, lr, temperature, role), state, about)
 
     def train_round(
         self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None,
@@ -184,12 +194,12 @@ class LocalGroup:
 
     def _step(
         self, slots: list[tuple[TrainingBatch, ...]], loss: LossSpec, lr: float, method: str, arguments: Callable[[int], tuple[Any, ...]],
-        state: dict[str, Any] | None,
+        state: dict[str, Any] | None, about: Mapping[str, Any] | None = None,
     ) -> StepResult:
         step = self.committed_step + 1
         if self._server and self._injector:
             self._injector.prepare(step)  # the others wait for this rank before they compute
-            self._server.begin(step, sample_ids(slots), state)
+            self._server.begin(step, sample_ids(slots), about or {}, state)
         report = self._worker.run(method, (*arguments(step), self._control.epoch.incarnation), {})
         reports = self._exchange(report)
         return combine(step, reports, reports[:1], loss, lr, len(slots), self._control.view)
@@ -247,8 +257,8 @@ class LocalGroup:
 
     def status(self) -> dict[str, Any]:
         view = self._control.view
-        return {"state": "voting", "epoch": str(view.epoch), "committed_step": view.committed, "replicas": [0], "healing": [],
-                "spares": 0, "deaths": 0, "ranks": self._server.whereabouts() if self._server else {}}
+        return {"state": "voting", "stage": self._stage, "epoch": str(view.epoch), "committed_step": view.committed, "replicas": [0],
+                "healing": [], "spares": 0, "deaths": 0, "ranks": self._server.whereabouts() if self._server else {}}
 
     def close(self) -> None:
         self._worker.leave()

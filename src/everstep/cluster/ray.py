@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from everstep.cluster import environment
 from everstep.cluster.actor import RankActor, RefSlots
 from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.formation import Life
 from everstep.cluster.host import ProcessEnded, WorkerInfo, WorkerSpec
 from everstep.cluster.placement import place
 from everstep.cluster.processes import signal_pid, wait_gone
@@ -36,7 +37,6 @@ from everstep.cluster.ray_runtime import (
     uses_gpus,
 )
 from everstep.cluster.ray_watch import NodeWatches
-from everstep.cluster.worker import Life
 from everstep.config.schema import Config
 from everstep.errors import BadInput, DeadlineExceeded
 from everstep.layout import Layout

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
-from everstep.cluster.worker import Formation
+from everstep.cluster.formation import Formation
 from everstep.errors import EverstepError, WorkerFailed
 from everstep.recovery.view import Member
 

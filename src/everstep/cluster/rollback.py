@@ -7,7 +7,7 @@ whole copy; the coordinator records that (``rollback``), and the driver enters t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from everstep.cluster.host import Host, ProcessEnded
 from everstep.config.schema import RecoveryConfig
 from everstep.errors import DeadlineExceeded, EverstepError, NotEnoughReplicas
 from everstep.layout import Layout
-from everstep.recovery.view import Member
+from everstep.recovery.view import Member, Record
 
 _POLL_S = 0.2
+_STATES_KEPT = 10_000  # steps
 
 
 class _RankLost(Exception):
@@ -40,8 +41,16 @@ class Rollback:
     def __init__(self, host: Host, recovery: RecoveryConfig, layout: Layout, checkpoints: Path, gone: Callable[[str], bool]):
         self._host, self._recovery, self._layout, self._checkpoints, self._gone = host, recovery, layout, checkpoints, gone
 
-    def restore(self, member: Member, committed: int, states: Mapping[int, dict[str, Any]]) -> Restored | None:
-        """Bring a formed replica to the newest step that all its ranks can have. ``states``: the recipe's, by step.
+        self.states: dict[int, dict[str, Any]] = {0: {}}  # the recipe's, after each of the last steps
+
+    def remember(self, record: Record) -> None:
+        """The recipe's state after this record's step."""
+        if record.state is not None:
+            self.states[record.view.committed] = record.state
+            self.states.pop(record.view.committed - _STATES_KEPT, None)
+
+    def restore(self, member: Member, committed: int) -> Restored | None:
+        """Bring a formed replica to the newest step that all its ranks can have.
 
         None if one of them died meanwhile: its repair begins again. Raises NotEnoughReplicas if there is nothing to go back to.
         """
@@ -50,7 +59,9 @@ class Rollback:
         except _RankLost:
             return None
         cause = f"no living replica held step {committed}: back to step {step}, from {origin}"
-        return Restored(step, cause, states.get(step, {}) if state is None else state)
+        if state is None and step not in self.states:
+            raise NotEnoughReplicas(f"{cause}, but of that step the recipe's state is not known; resume with resume=auto")
+        return Restored(step, cause, self.states[step] if state is None else state)
 
     def _restore(self, member: Member, committed: int) -> tuple[int, str, dict[str, Any] | None]:
         """(step, from where, the recipe's state if it was saved with it)."""

@@ -97,6 +97,13 @@ def in_order(batch: TrainingBatch, indices: Sequence[list[int]], values: Sequenc
     return whole
 
 
+def with_evaluated(batch: TrainingBatch, name: str, indices: list[list[int]], results: list[torch.Tensor] | None) -> TrainingBatch:
+    """``batch`` with the tensor ``name`` (B, T); no samples from a rank that does not collect, or of an empty batch."""
+    if not results:
+        return batch.slice(0, 0).with_tensors(**{name: torch.zeros(0, batch.width)})
+    return batch.with_tensors(**{name: in_order(batch, indices, results)})
+
+
 def _packed(batch: TrainingBatch, budget: int, dp: int) -> list[list[int]]:
     lengths = batch.token_counts()
     for sid, length in zip(batch.sample_ids, lengths, strict=True):

@@ -15,19 +15,22 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint import adapter, sharded
+from everstep.checkpoint import manifest, rng, saving, sharded
+from everstep.checkpoint.index import Index
+from everstep.checkpoint.storage import place
+from everstep.checkpoint.writer import RankWriter, Ticket
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.slots import in_order, micro_batches
 from everstep.config import derive
 from everstep.config.schema import Config, OffloadConfig
 from everstep.engine import cpu, source
 from everstep.engine.groups import close_groups
+from everstep.engine.logical import LogicalState
 from everstep.engine.loss import LossFn, LossSpec
 from everstep.engine.offload import Part
 from everstep.engine.step import Engine
@@ -85,12 +88,26 @@ class Slots(Protocol):
 class EngineState:
     """The engine's state with its version, as heal and the transaction see it (everstep.recovery.heal.State)."""
 
-    def __init__(self, engine: Engine, version: int | None):
-        self.engine, self.version = engine, version
+    def __init__(self, engine: Engine, version: int | None, before_change: Callable[[], object] = lambda: None):
+        """``before_change`` is called before the state becomes dirty: whoever still reads it in the background is waited for."""
+        self.engine, self._version, self._before_change = engine, version, before_change
+
+    @property
+    def version(self) -> int | None:
+        return self._version
+
+    @version.setter
+    def version(self, version: int | None) -> None:
+        if version is None:
+            self._before_change()
+        self._version = version
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Without what LoRA never trains: every rank has that from model.path, and the scalars tell whether it is the same."""
         return self.engine.state(frozen=False)
+
+    def logical(self) -> LogicalState:
+        return self.engine.logical_state()
 
     def scalars(self) -> dict[str, Any]:
         return self.engine.state_scalars()
@@ -161,6 +178,7 @@ class Worker:
         self._kept: Kept | None = None
         self._entered = threading.Event()  # a view has included this worker in its present formation
         self.layout = derive.layout(config)
+        self._writer = RankWriter(self._open_store, device, events)
         self.victim = Victim(worker_id, events, control.fault_word, lambda: "step {}, {}".format(*control.where))
         control.on_record, control.on_fenced = self._on_record, self._fenced
         control.on_order, control.on_phase = self.victim.obey, self.victim.enter
@@ -253,7 +271,7 @@ class Worker:
             version = 0
         if formation.reference:
             engine.keep_reference()
-        self._state = EngineState(engine, version)
+        self._state = EngineState(engine, version, self._settle_save)
         if kept:
             engine.load_scalars(kept.scalars)
             for name, tensor in engine.state().items():
@@ -423,6 +441,7 @@ class Worker:
 
     def keep_reference(self) -> None:
         """The current weights become the reference model."""
+        self._settle_save()
         self.engine.keep_reference()
 
     def offload_to_cpu(self, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
@@ -432,6 +451,7 @@ class Worker:
         """
         if self._transaction is not None:
             self._transaction.settle()
+        self._settle_save()
         return self.engine.offload_to_cpu(parameters, gradients, optimizer)
 
     def backload_to_gpu(self, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
@@ -446,23 +466,45 @@ class Worker:
         """(version, hash of every tensor and scalar of this rank's state)."""
         return self.state.version, self.engine.state_hash()
 
-    def save_shard(self, folder: Path) -> sharded.Shard:
-        """Write this rank's state, and the weights under HF names (first rank of the replica), into a checkpoint folder."""
-        rank = self.formation.rank
-        shard = sharded.save_rank(self.state.tensors(), self.state.scalars(), folder, rank, self.layout)
-        sharded.save_hf(self.engine.export_hf(), self._source.hf_config, self.tokenizer, folder / "hf", write=rank == 0)
-        if self.config.lora.rank:
-            adapter.save(self.engine.export_adapter(), self.config, self._source, folder / "adapter", write=rank == 0)
-        return shard
+    def _parts(self) -> dict[str, EngineState]:
+        """What a checkpoint holds, by name."""
+        return {"model": self.state}
 
-    def load_shard(self, folder: Path, version: int, reference: bool) -> None:
-        """Restore this rank from a checkpoint folder of the same layout inside a replica."""
+    def save_shard(self, ticket: Ticket) -> None:
+        """Begin to save this rank's share of step ``ticket.step``; the rest happens in the background (``RankWriter``)."""
+        parts = self._parts()
+        for name, state in parts.items():
+            if state.version != ticket.step:
+                raise WorkerFailed(f"{name} of worker {self.worker_id} is at step {state.version}, step {ticket.step} was to be saved")
+        self._writer.begin(
+            ticket, self.formation.rank, {name: state.logical() for name, state in parts.items()},
+            {name: state.scalars() for name, state in parts.items()}, rng.capture(self.device),
+        )
+
+    def _settle_save(self) -> None:
+        """Wait until no save reads the state any more."""
+        waited = self._writer.settle(self.config.checkpoint.timeout_s)
+        if waited > 0.001:
+            self.events.emit("save_awaited", seconds=waited)
+
+    def load_shard(self, address: str, version: int, reference: bool) -> None:
+        """Restore this rank from a checkpoint of any layout."""
+        folder = place(address)
         if reference:
-            self.engine.keep_reference()
-        self.state.version = None
-        self.state.load_scalars(sharded.load_rank(self.state.tensors(), folder, self.formation.rank, self.layout))
-        self.state.version = version
-        self.events.emit("load", step=version, path=str(folder))
+            self.keep_reference()
+        saved = manifest.read_manifest(folder)
+        index, rank = Index(folder), self.formation.rank
+        alike = saved.layout == saving.inner_layout(self.layout)
+        for name, state in self._parts().items():
+            state.version = None
+            scalars = index.scalars_of(name)[rank if alike else 0]
+            if not alike and "frozen_digest" in scalars:  # of the rank's own cut of the frozen weights
+                scalars = scalars | {"frozen_digest": state.scalars()["frozen_digest"]}
+            state.load_scalars(scalars)
+            sharded.load_part(index, name, state.logical())
+            state.version = version
+        rng.restore(sharded.rng_states(index, self.formation.replica, rank), self.device)
+        self.events.emit("load", step=version, path=address)
 
     def memory_bytes(self) -> int:
         """Device memory in use (CUDA), or resident memory of the process (CPU)."""

@@ -32,6 +32,7 @@ class Slot:
     stepped: Tensor
     has_master: bool
     adam: dict[str, Any]  # exp_avg, exp_avg_sq, step
+    start: int = 0  # its first element in the flattened parameter
 
 
 def parameter_names(chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Parameter, str]:
@@ -53,7 +54,8 @@ def adam_slots(chunks: list[DistributedDataParallel], optimizer: Any) -> list[Sl
 
 def _slots_of(inner: Any, names: Mapping[torch.nn.Parameter, str]) -> dict[str, Slot]:
     pairs: list[tuple[torch.nn.Parameter, Tensor, bool]] = []
-    if hasattr(inner, "shard_fp32_from_float16_groups"):  # distributed
+    distributed = hasattr(inner, "shard_fp32_from_float16_groups")
+    if distributed:
         for params, shards, master in (
             (inner.model_float16_groups, inner.shard_fp32_from_float16_groups, True),
             (inner.model_fp32_groups, inner.shard_fp32_groups, False),
@@ -78,7 +80,8 @@ def _slots_of(inner: Any, names: Mapping[torch.nn.Parameter, str]) -> dict[str, 
             adam["step"] = torch.zeros((), dtype=torch.float32, device=where)
             adam["exp_avg"] = torch.zeros_like(stepped, memory_format=torch.preserve_format)
             adam["exp_avg_sq"] = torch.zeros_like(stepped, memory_format=torch.preserve_format)
-        slots[names[parameter]] = Slot(names[parameter], stepped, master, adam)
+        start = inner._get_model_param_range_map(parameter)["param"].start if distributed else 0
+        slots[names[parameter]] = Slot(names[parameter], stepped, master, adam, start)
     return slots
 
 

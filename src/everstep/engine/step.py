@@ -5,7 +5,7 @@
 The engine knows nothing of replicas, epochs or commits. Nothing is averaged here: gradients, losses and metrics are
 sums, and the divisor arrives with ``apply``. Legend: B samples, T token columns.
 
-All methods but ``state``, ``state_scalars``, ``load_scalars``, ``state_hash``, ``offload_to_cpu``, ``backload_to_gpu`` and
+All methods but ``state``, ``logical_state``, ``state_scalars``, ``load_scalars``, ``state_hash``, ``offload_to_cpu``, ``backload_to_gpu`` and
 ``close`` are collective over the replica. A collective that fails because a peer is gone raises ReplicaBroken; the caller then closes the engine.
 Waits inside Megatron end with the timeout of the process groups, or when a neighbour closes its sockets.
 """
@@ -39,6 +39,7 @@ from everstep.engine.groups import (
     give_memory_back,
     open_groups,
 )
+from everstep.engine.logical import LogicalState, Place, logical_state
 from everstep.engine.loss import LossFn, pack_sums
 from everstep.engine.model import (
     build_chunks,
@@ -434,6 +435,26 @@ class Engine:
         with self._residence.lock:
             views = rank_state.state_views(self._ddps, self._slots, kept, frozen)
             return {name: self._residence.view(tensor) for name, tensor in views.items()}
+
+    def logical_state(self) -> LogicalState:
+        """``state(frozen=False)`` as rectangles of whole tensors under their Hugging Face names; the views are good as long as those."""
+        lora = bool(self._adapters)
+        adapters = {piece.local for piece in self._adapters}
+        trained = ["param", *["master"] * self._megatron.bf16, "exp_avg", "exp_avg_sq"]
+
+        def kinds(piece: hf.Piece) -> list[str]:
+            trains = not lora or piece.local in adapters or piece.names[0].startswith("score.")
+            keeps = self._reference is not None and (not lora or piece.local in adapters)
+            return [*(trained if trains else []), *(["reference"] if keeps else [])]
+
+        place = Place(
+            mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank(), self.layout.tp,
+            mpu.get_tensor_model_parallel_rank(),
+            (mpu.get_data_parallel_world_size(with_context_parallel=True), mpu.get_data_parallel_rank(with_context_parallel=True)),
+            (mpu.get_expert_data_parallel_world_size(), mpu.get_expert_data_parallel_rank()),
+        )
+        sharded, table = self.config.engine.distributed_optimizer, self._table + self._adapters
+        return logical_state(self.state(frozen=False), self._slots, table, kinds, self.arch, sharded, place)
 
     def state_scalars(self) -> dict[str, Any]:
         """What of the state is no tensor: ``adam_step``, whether there is a reference model, and, with LoRA, its scale and

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from everstep.checkpoint.storage import CheckpointError
 from everstep.cluster.group import Group, StepResult
 from everstep.config.schema import Config
 from everstep.data import PreparedData
@@ -30,6 +31,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self._saved_step = self._verified_step = self.group.committed_step  # of the checkpoint that the run resumed from
+        self._ended_step = self.group.committed_step
         self._dispatched = (0, 0.0)
 
     @property
@@ -63,12 +65,28 @@ class Run:
 
     def save_if_due(self, state: Callable[[], dict[str, Any]], last: bool = False) -> None:
         """Checkpoint after every ``checkpoint.every_steps`` committed steps, and at the end (``checkpoint.at_end``)."""
-        step, every = self.group.committed_step, self.config.checkpoint.every_steps
-        due = (every > 0 and step - self._saved_step >= every) or (last and self.config.checkpoint.at_end)
-        if due and step != self._saved_step:
-            path = self.group.save(state())
-            self._saved_step = step
-            self.note(f"saved {path}")
+        step, checkpoint = self.group.committed_step, self.config.checkpoint
+        if last and checkpoint.at_end:
+            if step != self._ended_step:
+                self.group.save(state())
+                self._saved_step = self._ended_step = step
+        elif checkpoint.every_steps and self.group.save_wanted(due=step - self._saved_step >= checkpoint.every_steps):
+            try:
+                self.group.save(state(), wait=not checkpoint.asynchronous)
+                self._saved_step = step
+            except CheckpointError:
+                if checkpoint.on_failure == "stop":
+                    raise
+        self._tell_saves()
+
+    def finish_saves(self) -> None:
+        """The recipe is done: wait for the checkpoint that is still on its way. Raises CheckpointError."""
+        self.group.finish_saves()
+        self._tell_saves()
+
+    def _tell_saves(self) -> None:
+        for line in self.group.told_of_saves():
+            self.note(line)
 
     def _dispatch_metrics(self) -> dict[str, float]:
         """What the worker calls since the last line of metrics cost beside the workers' own time."""

@@ -108,7 +108,7 @@ def write_model(folder: Path, target: Path, config: Config, source: ModelSource 
         ]
         read = lambda name: whole_tensor(index, prefix + name)
     written = {name: write_file(target / name, content) for name, content in _model_files(folder)}
-    return written | _write_shards(target, tensors, read)
+    return written | write_shards(target, tensors, read)
 
 
 def _model_files(folder: Path) -> Iterator[tuple[str, bytes]]:
@@ -116,7 +116,7 @@ def _model_files(folder: Path) -> Iterator[tuple[str, bytes]]:
         yield path.name, read_file(path)
 
 
-def _write_shards(target: Path, tensors: list[Describe], read: Callable[[str], Tensor], most_bytes: int = MOST_BYTES) -> dict[str, FileEntry]:
+def write_shards(target: Path, tensors: list[Describe], read: Callable[[str], Tensor], most_bytes: int = MOST_BYTES) -> dict[str, FileEntry]:
     """Files with the names that transformers expects, which contain how many there are."""
     shards: list[list[Describe]] = [[]]
     filled = 0

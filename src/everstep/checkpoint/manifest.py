@@ -111,21 +111,34 @@ def begin(checkpoints: Path, step: int) -> Path:
     return partial
 
 
-def sweep(checkpoints: Path) -> list[Path]:
-    """Delete what saves and deletions left that died; returns it. Nobody else may be saving there."""
+def sweep(checkpoints: Path, older_than_s: float = 0.0) -> list[Path]:
+    """Delete what saves and deletions left that died; returns it. Nobody else may be saving there, unless ``older_than_s`` spares what
+    changed since."""
     if not is_local(checkpoints):
         left_over = [folder for folder in checkpoint_folders(checkpoints) if not (folder / MANIFEST).is_file()]
+        left_over = [folder for folder in left_over if _unchanged_for(folder, older_than_s)]
         for folder in left_over:
             remove_folder(folder)
-        for folder in checkpoint_folders(checkpoints):
-            left_over += _sweep_objects(folder)
+        if not older_than_s:
+            for folder in checkpoint_folders(checkpoints):
+                left_over += _sweep_objects(folder)
         return left_over
     left_over = [*checkpoints.glob(f"step-*{PARTIAL}"), *checkpoints.glob(".step-*.deleted*")]
+    left_over = [folder for folder in left_over if _unchanged_for(folder, older_than_s)]
     for folder in left_over:
         remove_folder(folder)
+    if older_than_s:
+        return left_over
     for file in checkpoints.glob(f".{POINTER}.*.tmp"):
         file.unlink()
     return left_over
+
+
+def _unchanged_for(folder: Path, seconds: float) -> bool:
+    if not seconds:
+        return True
+    now = time.time()
+    return all(now - path.stat().st_mtime > seconds for path in [folder, *folder.rglob("*")] if is_local(folder) or path.is_file())
 
 
 def _sweep_objects(folder: Path) -> list[Path]:

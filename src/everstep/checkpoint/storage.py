@@ -249,8 +249,10 @@ def remove_folder(folder: Path, first: Sequence[str] = ()) -> None:
     """Delete a folder, so that half of it is never mistaken for the whole: on this machine it loses its name first, elsewhere the
     files ``first``."""
     if is_local(folder):
-        doomed = free_name(folder.with_name(f".{folder.name}.deleted"))
-        os.rename(folder, doomed)
+        doomed = folder
+        if not folder.name.startswith("."):
+            doomed = free_name(folder.with_name(f".{folder.name}.deleted"))
+            os.rename(folder, doomed)
         shutil.rmtree(doomed)
         return
     fs = folder.fs  # type: ignore[attr-defined]

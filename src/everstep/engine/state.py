@@ -19,7 +19,8 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from everstep.engine.hf import Piece
-from everstep.engine.model import rank_parameters
+from everstep.engine.logical import LogicalState, Place, logical_state
+from everstep.engine.model import Architecture, rank_parameters
 from everstep.engine.offload import HostCopy, host_bytes
 from everstep.errors import EverstepError
 
@@ -223,6 +224,29 @@ def state_views(
     for moment in ("exp_avg", "exp_avg_sq"):
         views |= {f"{moment}/{s.name}": s.adam[moment] for s in slots}
     return views | {f"reference/{name}": tensor for name, tensor in reference.items()}
+
+
+def logical(
+    views: Mapping[str, Tensor], slots: Sequence[Slot], table: list[Piece], adapters: list[Piece], arch: Architecture, masters: bool,
+    reference: bool, sharded: bool,
+) -> LogicalState:  # fmt: skip
+    """``views`` (of ``state_views``, without what LoRA freezes) as rectangles of logical tensors. ``masters``: trained parameters have
+    float32 ones; ``reference``: there is a reference model."""
+    adapted = {piece.local for piece in adapters}
+    trained = ["param", *["master"] * masters, "exp_avg", "exp_avg_sq"]
+
+    def kinds(piece: Piece) -> list[str]:
+        its_own = not adapters or piece.local in adapted
+        trains = its_own or piece.names[0].startswith("score.")  # a value head, which is trained beside adapters
+        return [*(trained if trains else []), *(["reference"] if reference and its_own else [])]
+
+    place = Place(
+        mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank(),
+        mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank(),
+        (mpu.get_data_parallel_world_size(with_context_parallel=True), mpu.get_data_parallel_rank(with_context_parallel=True)),
+        (mpu.get_expert_data_parallel_world_size(), mpu.get_expert_data_parallel_rank()),
+    )  # fmt: skip
+    return logical_state(views, slots, table + adapters, kinds, arch, sharded, place)
 
 
 def adam_step(slots: list[Slot]) -> int:

@@ -39,7 +39,7 @@ from everstep.engine.groups import (
     give_memory_back,
     open_groups,
 )
-from everstep.engine.logical import LogicalState, Place, logical_state
+from everstep.engine.logical import LogicalState
 from everstep.engine.loss import LossFn, pack_sums
 from everstep.engine.model import (
     build_chunks,
@@ -438,23 +438,10 @@ class Engine:
 
     def logical_state(self) -> LogicalState:
         """``state(frozen=False)`` as rectangles of whole tensors under their Hugging Face names; the views are good as long as those."""
-        lora = bool(self._adapters)
-        adapters = {piece.local for piece in self._adapters}
-        trained = ["param", *["master"] * self._megatron.bf16, "exp_avg", "exp_avg_sq"]
-
-        def kinds(piece: hf.Piece) -> list[str]:
-            trains = not lora or piece.local in adapters or piece.names[0].startswith("score.")
-            keeps = self._reference is not None and (not lora or piece.local in adapters)
-            return [*(trained if trains else []), *(["reference"] if keeps else [])]
-
-        place = Place(
-            mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank(), self.layout.tp,
-            mpu.get_tensor_model_parallel_rank(),
-            (mpu.get_data_parallel_world_size(with_context_parallel=True), mpu.get_data_parallel_rank(with_context_parallel=True)),
-            (mpu.get_expert_data_parallel_world_size(), mpu.get_expert_data_parallel_rank()),
+        return rank_state.logical(
+            self.state(frozen=False), self._slots, self._table, self._adapters, self.arch, self._megatron.bf16,
+            self._reference is not None, self.config.engine.distributed_optimizer,
         )
-        sharded, table = self.config.engine.distributed_optimizer, self._table + self._adapters
-        return logical_state(self.state(frozen=False), self._slots, table, kinds, self.arch, sharded, place)
 
     def state_scalars(self) -> dict[str, Any]:
         """What of the state is no tensor: ``adam_step``, whether there is a reference model, and, with LoRA, its scale and

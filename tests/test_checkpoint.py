@@ -115,7 +115,7 @@ def shard(folder: Path, rank: int = 0) -> Path:
     return found
 
 
-def in_child(body: Callable[[], None]) -> int:
+def in_child(body: Callable[[], object]) -> int:
     """Run ``body`` in a forked process; its wait status (negative: killed by that signal)."""
     pid = os.fork()
     if pid == 0:

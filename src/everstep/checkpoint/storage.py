@@ -233,7 +233,10 @@ def rename_folder(source: Path, target: Path) -> None:
         os.rename(source, target)
         fsync(target.parent)
     else:
-        source.fs.mv(source.path, target.path, recursive=True)  # type: ignore[attr-defined]
+        fs = source.fs  # type: ignore[attr-defined]
+        for path in fs.find(source.path):
+            fs.cp_file(path, target.path + path.removeprefix(source.path))  # type: ignore[attr-defined]
+        remove_folder(source)
 
 
 def free_name(wanted: Path) -> Path:
@@ -259,5 +262,6 @@ def remove_folder(folder: Path, first: Sequence[str] = ()) -> None:
     for name in first:
         with contextlib.suppress(FileNotFoundError):
             fs.rm_file((folder / name).path)  # type: ignore[attr-defined]
-    with contextlib.suppress(FileNotFoundError):
-        fs.rm(folder.path, recursive=True)  # type: ignore[attr-defined]
+    for path in fs.find(folder.path):  # type: ignore[attr-defined]
+        with contextlib.suppress(FileNotFoundError):
+            fs.rm_file(path)

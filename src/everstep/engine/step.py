@@ -438,10 +438,8 @@ class Engine:
 
     def logical_state(self) -> LogicalState:
         """``state(frozen=False)`` as rectangles of whole tensors under their Hugging Face names; the views are good as long as those."""
-        return rank_state.logical(
-            self.state(frozen=False), self._slots, self._table, self._adapters, self.arch, self._megatron.bf16,
-            self._reference is not None, self.config.engine.distributed_optimizer,
-        )
+        has = (self._megatron.bf16, self._reference is not None, self.config.engine.distributed_optimizer)
+        return rank_state.logical(self.state(frozen=False), self._slots, self._table, self._adapters, self.arch, *has)
 
     def state_scalars(self) -> dict[str, Any]:
         """What of the state is no tensor: ``adam_step``, whether there is a reference model, and, with LoRA, its scale and

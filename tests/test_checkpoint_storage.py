@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.runs import SFT, config, finish
 
 from everstep.checkpoint import listing
 from everstep.checkpoint.choose import adopt, choose
@@ -23,7 +24,6 @@ from everstep.cluster.forked import ForkedHost
 from everstep.errors import BadInput
 from support import object_stores
 from support.object_stores import BUCKET, Trouble, troubled
-from tests.support.runs import SFT, config, finish
 from test_checkpoint import save, shard
 
 

@@ -234,8 +234,9 @@ def rename_folder(source: Path, target: Path) -> None:
         fsync(target.parent)
     else:
         fs = source.fs  # type: ignore[attr-defined]
-        for path in fs.find(source.path):
-            fs.cp_file(path, target.path + path.removeprefix(source.path))  # type: ignore[attr-defined]
+        start, end = source.path, target.path  # type: ignore[attr-defined]
+        for path in fs.find(start):
+            fs.cp_file(path, end + path.removeprefix(start))
         remove_folder(source)
 
 

@@ -45,6 +45,7 @@ from everstep.recovery.desk import Listener
 from everstep.recovery.faults import FaultInjector
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Kind, Member, Record
+from everstep.rl.rollout import Sampling
 from everstep.run_dir import RunDir
 from everstep.telemetry.events import EventLog
 
@@ -167,6 +168,10 @@ class LocalGroup:
             self._reference = True
         return how.collect(ranks, self._exchange(mine))
 
+    def rollout(self, prompts: TrainingBatch, sampling: Sampling) -> TrainingBatch:
+        completed: TrainingBatch = self.call("mesh", "generate", prompts, sampling)
+        return completed
+
     def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
         step = self.committed_step + 1
         slots = cut_slots(batch, self.config.train, self.layout.dp)
@@ -247,7 +252,7 @@ class LocalGroup:
     def status(self) -> dict[str, Any]:
         view = self._control.view
         return {"state": "voting", "epoch": str(view.epoch), "committed_step": view.committed, "replicas": [0], "healing": [],
-                "spares": 0, "ranks": {}}
+                "spares": 0, "deaths": 0, "ranks": self._server.whereabouts() if self._server else {}}
 
     def close(self) -> None:
         if self._saver:

@@ -26,7 +26,8 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from everstep.engine import cpu, fusion, hf, lora
+from everstep.config import derive
+from everstep.engine import cpu, hf, lora
 from everstep.engine import state as rank_state
 from everstep.engine.arrange import Grid, Packed
 from everstep.engine.columns import Columns
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
 
 #: What a method that ``_inside`` wraps needs on the device; those not named need everything.
 _NEEDS: dict[str, tuple[Part, ...]] = {
@@ -127,7 +127,7 @@ class Engine:
         self._adapters = lora.pieces(self._table, config, layout)  # empty without LoRA
         self._frozen_digest: str | None = None
         self._deferred = config.engine.logprob_chunk_tokens > 0  # logits are computed chunk by chunk, outside the model
-        self._fused = fusion.chosen(config.engine, device)
+        self._fused = derive.fused_kernels(config.engine, cuda=device.type == "cuda")
         self._closed = self._aborted = False
         self._beside = beside
         if beside is not None and (beside.layout != layout or beside.position != position):
@@ -221,6 +221,10 @@ class Engine:
         """
         weights = lora.Merged(self._ddps) if self._adapters else rank_parameters(self._ddps)
         return self._each(hf.export(weights, self._table, self.arch))
+
+    def export_frozen(self) -> Iterator[tuple[str, Tensor]]:
+        """As ``export_hf``, without what adapters add."""
+        return self._each(hf.export(lora.without_adapters(self._ddps), self._table, self.arch))
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
         """The adapters alone, as ``export_hf``; named ``MODULE.lora_A.weight`` and ``MODULE.lora_B.weight``."""
@@ -437,8 +441,8 @@ class Engine:
             return {name: self._residence.view(tensor) for name, tensor in views.items()}
 
     def logical_state(self) -> LogicalState:
-        """``state(frozen=False)`` as rectangles of whole tensors under their Hugging Face names; the views are good as long as those."""
-        has = (self._megatron.bf16, self._reference is not None, self.config.engine.distributed_optimizer)
+        """``state(frozen=False)`` as rectangles of whole tensors under their Hugging Face names; views of the same life."""
+        has = self._megatron.bf16, self._reference is not None, self.config.engine.distributed_optimizer
         return rank_state.logical(self.state(frozen=False), self._slots, self._table, self._adapters, self.arch, *has)
 
     def state_scalars(self) -> dict[str, Any]:
@@ -497,18 +501,15 @@ class Engine:
     def abort(self) -> None:
         """For another thread, once a peer is dead: end the collectives in which the engine's thread waits.
 
-        The waiting method raises ReplicaBroken, and ``close`` is then safe. Only NCCL needs and has this; on gloo a
-        wait ends when the neighbours close their sockets.
-        """
+        The waiting method raises ReplicaBroken, and ``close`` is then safe. Only NCCL needs this; gloo ends when sockets close."""
         self._aborted = True
         abort_groups()
 
     def close(self) -> None:
         """Drop the model and every process group of the replica, its world included. Idempotent; talks to nobody.
 
-        On gloo this closes the sockets, which is how ranks that still wait for this one learn that it left. Views
-        from ``state()`` and ``gradients()`` keep their memory, not the groups. An engine ``beside`` another one leaves the groups
-        to that one.
+        On gloo this closes the sockets, which is how ranks that still wait for this one learn that it left. Views from ``state()`` and
+        ``gradients()`` keep their memory, not the groups. An engine ``beside`` another one leaves the groups to that one.
         """
         if self._closed:
             return

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from everstep.checkpoint.index import Index
 from everstep.checkpoint.manifest import verify
-from everstep.checkpoint.sharded import CODES, DTYPES, safetensors_header, whole_tensor
+from everstep.checkpoint.sharded import CODES, safetensors_header, whole_tensor
 from everstep.checkpoint.storage import (
     CheckpointError,
     FileEntry,
@@ -102,13 +102,16 @@ def write_model(folder: Path, target: Path, config: Config, source: ModelSource 
         assert source is not None
         tensors, read = _merged(index, config, source)
     else:
-        prefix = "model/param/"
-        tensors = [
-            (name.removeprefix(prefix), DTYPES[of.dtype], of.shape) for name, of in index.tensors.items() if name.startswith(prefix)
-        ]
-        read = lambda name: whole_tensor(index, prefix + name)
+        prefix, dtype = _weights(index), getattr(torch, config.model.dtype)
+        tensors = [(name.removeprefix(prefix), dtype, of.shape) for name, of in index.tensors.items() if name.startswith(prefix)]
+        read = lambda name: whole_tensor(index, prefix + name).to(dtype)
     written = {name: write_file(target / name, content) for name, content in _model_files(folder)}
     return written | write_shards(target, tensors, read)
+
+
+def _weights(index: Index) -> str:
+    """What the names of the trained weights begin with; islands agree on the global ones, in float32."""
+    return "model/param/" if any(name.startswith("model/param/") for name in index.tensors) else "model/global/"
 
 
 def _model_files(folder: Path) -> Iterator[tuple[str, bytes]]:
@@ -194,14 +197,15 @@ def _merged(index: Index, config: Config, source: ModelSource) -> tuple[list[Des
     tensors = [
         (name, dtype, shape) for piece in table if not piece.shared for name, shape in zip(piece.names, piece.shapes, strict=True)
     ]
-    scale = config.lora.alpha / config.lora.rank
+    scale, prefix = config.lora.alpha / config.lora.rank, _weights(index)
 
     def read(name: str) -> Tensor:
         weight = base[name]().to(dtype)
-        a, b = (f"model/param/{name.removesuffix('weight')}{part}" for part in _SCALE_PARTS)
+        a, b = (f"{prefix}{name.removesuffix('weight')}{part}" for part in _SCALE_PARTS)
         if a not in index.tensors:
             return weight
-        delta = scale * (whole_tensor(index, a).float().t() @ whole_tensor(index, b).float().t()).t()
+        low, high = (whole_tensor(index, part).to(dtype).float() for part in (a, b))
+        delta = scale * (low.t() @ high.t()).t()
         return (weight.float() + delta).to(dtype)
 
     return tensors, read
@@ -211,12 +215,13 @@ def write_adapter(folder: Path, target: Path, config: Config, source: ModelSourc
     """adapter_config.json and adapter_model.safetensors, nothing of the frozen model, so that
     ``peft.PeftModel.from_pretrained(model, target)`` loads them."""
     assert source is not None
-    index, prefix = Index(folder), "model/param/"
+    index, dtype = Index(folder), getattr(torch, config.model.dtype)
+    prefix = _weights(index)
     tensors = [
-        (PEFT_PREFIX + name.removeprefix(prefix), DTYPES[of.dtype], of.shape)
+        (PEFT_PREFIX + name.removeprefix(prefix), dtype, of.shape)
         for name, of in index.tensors.items() if name.startswith(prefix) and name.endswith(_SCALE_PARTS)
     ]  # fmt: skip
-    read = lambda name: whole_tensor(index, prefix + name.removeprefix(PEFT_PREFIX))
+    read = lambda name: whole_tensor(index, prefix + name.removeprefix(PEFT_PREFIX)).to(dtype)
     return {
         "adapter_model.safetensors": write_tensors(target / "adapter_model.safetensors", tensors, read),
         "adapter_config.json": write_file(target / "adapter_config.json", as_json(_adapter_config(config, source))),

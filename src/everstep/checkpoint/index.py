@@ -82,14 +82,14 @@ def make_index(receipts: Sequence[Receipt]) -> dict[str, Any]:
         if area[name] != prod(known["shape"]) or len(corners) != len(known["boxes"]):
             raise CheckpointError(f"{name}: ranks wrote {area[name]} of its {prod(known['shape'])} elements; the save is void")
     scalars: dict[str, list[Any]] = {}
-    first = sorted((r for r in receipts if r.replica == 0), key=lambda receipt: receipt.rank)
-    for receipt in first:
+    said_by: dict[str, int] = {}  # part -> the replica whose ranks are listed
+    for receipt in sorted(receipts, key=lambda receipt: (receipt.replica, receipt.rank)):
         for part, values in receipt.scalars.items():
-            scalars.setdefault(part, []).append(values)
-    for receipt in receipts:
-        for part, values in receipt.scalars.items():
-            if values != scalars[part][receipt.rank]:
-                raise CheckpointError(f"rank {receipt.rank} of replicas 0 and {receipt.replica} disagree on {part}: {scalars[part][receipt.rank]} "
+            listed, first = scalars.setdefault(part, []), said_by.setdefault(part, receipt.replica)
+            if receipt.replica == first:
+                listed.append(values)
+            elif values != listed[receipt.rank]:
+                raise CheckpointError(f"rank {receipt.rank} of replicas {first} and {receipt.replica} disagree on {part}: {listed[receipt.rank]} "
                                       f"and {values}; the save is void")  # fmt: skip
     return {"tensors": dict(sorted(tensors.items())), "scalars": scalars}
 
@@ -115,6 +115,12 @@ class Index:
         if part not in self.scalars:
             raise BadInput(f"{self.folder / INDEX}: has no state of {part}; it has {', '.join(sorted(self.scalars))}")
         return self.scalars[part]
+
+    def island(self, replica: int) -> str:
+        """The part of island ``replica``; of another one, if that was not saved."""
+        islands = sorted((part for part in self.scalars if part.startswith("island-")), key=lambda part: int(part.partition("-")[2]))
+        own = f"island-{replica}"
+        return own if own in islands or not islands else islands[0]
 
     def names(self, part: str) -> dict[str, Tensors]:
         """The tensors of ``part``, without its name."""

@@ -56,8 +56,9 @@ def my_share(parts: Mapping[str, LogicalState], replica: int, replicas: int) -> 
                 continue
             name = f"{part}/{fragment.name}"
             number = counted[name] = counted.get(name, -1) + 1
-            turns = fragment.holders * replicas
-            if (zlib.crc32(name.encode()) + number) % turns == replica * fragment.holders + fragment.turn:
+            among, mine_of = (1, 0) if state.of_one_replica else (replicas, replica)
+            turns = fragment.holders * among
+            if (zlib.crc32(name.encode()) + number) % turns == mine_of * fragment.holders + fragment.turn:
                 mine.append(replace(fragment, name=name))
     return mine
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,10 +23,11 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.dispatch import get_dispatch, ranks_of
 from everstep.cluster.group import StepResult
 from everstep.cluster.host import Host, ProcessEnded, WorkerSpec
+from everstep.cluster.island import Round
 from everstep.cluster.owed import Owed
 from everstep.cluster.repair import Repair
 from everstep.cluster.results import combine, compare_hashes
-from everstep.cluster.slots import cut_slots, sample_ids
+from everstep.cluster.slots import cut_round, cut_slots, require_synchronous, sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
 from everstep.cluster.worker import Formation, called_off
 from everstep.config import derive
@@ -314,8 +315,23 @@ class Controller:
         return results
 
     def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
-        step = self.committed_step + 1
+        require_synchronous(self.config)
         slots = cut_slots(batch, self.config.train, self.layout.dp)
+        return self._step(slots, loss, lr, "train_step", lambda step, shared: (step, shared, loss, lr, temperature))
+
+    def train_round(
+        self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None
+    ) -> StepResult:
+        slots, bounds = cut_round(batches, self.config, rollout is not None)
+        make: Callable[[int], Round] = lambda step: Round(step, bounds, tuple(lrs), temperature)
+        return self._step(slots, loss, lrs[-1], "train_round", lambda step, shared: (make(step), shared, loss, rollout))
+
+    def _step(
+        self, slots: list[tuple[TrainingBatch, ...]], loss: LossSpec, lr: float, method: str,
+        arguments: Callable[[int, Any], tuple[Any, ...]],
+    ) -> StepResult:
+        """One transaction over ``slots``. ``arguments``: of the worker's method, from the step and the slots as the host shares them."""
+        step = self.committed_step + 1
         share = _Sharing(self._host)
         shared = self._host.slots([[share(micro) for micro in slot] for slot in slots])
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + share.nbytes, self.dispatch_seconds + share.seconds
@@ -337,7 +353,7 @@ class Controller:
                         called.add(member)
                         life = (member.replica, member.build)
                         for worker in member.workers:
-                            call = self._host.submit(worker, life, "train_step", step, shared, loss, lr, temperature)
+                            call = self._host.submit(worker, life, method, *arguments(step, shared))
                             pending[call] = worker, member
             else:
                 owing = [(worker, member) for worker, member in pending.values() if view.member(member.replica) == member]

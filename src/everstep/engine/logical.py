@@ -1,8 +1,8 @@
 """A rank's state as rectangles of *logical tensors*: whole tensors under their Hugging Face names, whatever the layout.
 
 Every layout holds the same logical tensors, cut differently, so what is saved by them loads under any layout. A logical tensor is
-``KIND/NAME``: ``param``, ``master``, ``exp_avg``, ``exp_avg_sq`` or ``reference`` (see ``everstep.engine.state.state_views``), and a
-Hugging Face name, or ``peft``'s for an adapter. It is seen as a matrix, first dimension by the product of the others.
+``KIND/NAME``: ``param``, ``master``, ``exp_avg``, ``exp_avg_sq`` or ``reference`` (see ``everstep.engine.state.state_views``; an island has
+``global`` and ``momentum`` too), and a Hugging Face name, or ``peft``'s for an adapter. It is seen as a matrix, first dimension by the product of the others.
 
 The optimizer's shards cut through parameters anywhere, in the middle of a row too: such a piece is at most three rectangles.
 """
@@ -68,6 +68,7 @@ class LogicalState:
     fragments: list[Fragment] = field(default_factory=list)
     padding: list[Tensor] = field(default_factory=list)
     names: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of all ranks: every logical tensor -> its shape
+    of_one_replica: bool = False  # other replicas hold another one
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def logical_state(
             if view is None:  # none of it lies in this rank's shard
                 continue
             flat = view.view(-1)
-            part_of_shard = sharded and kind in ("master", "exp_avg", "exp_avg_sq")
+            part_of_shard = sharded and kind not in ("param", "reference")
             start = starts[piece.local] if part_of_shard else 0  # of ``flat`` in the parameter
             holders, turn = (1, 0) if part_of_shard else (copies, mine)
             if piece.replicated:

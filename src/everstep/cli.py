@@ -232,6 +232,7 @@ def export(
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint: RUN/checkpoints/step-N, s3://... too.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="A new or empty folder.")],
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the LoRA adapters, as peft loads them.")] = False,
+    critic: Annotated[bool, typer.Option("--critic", help="The critic instead of the model (recipe=ppo).")] = False,
     debug: Debug = False,
 ) -> None:
     """Make a Hugging Face directory of a checkpoint.
@@ -241,7 +242,7 @@ def export(
     """
     from everstep.checkpoint.export import export as make
 
-    files = make(checkpoint, out, adapter)
+    files = make(checkpoint, out, adapter, critic)
     print(f"{out}: {', '.join(files)}")
 
 

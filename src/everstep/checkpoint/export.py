@@ -3,12 +3,13 @@
 Reads the checkpoint's logical tensors; needs no process group and no device. What a checkpoint says of its own making:
 
     config.yaml     the resolved configuration of the run
-    model/          config.json and the tokenizer, as transformers saves them
+    model/          config.json and the tokenizer, as transformers saves them; of a critic in model-critic/
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -34,6 +35,7 @@ from everstep.checkpoint.storage import (
     storage_errors,
     write_file,
 )
+from everstep.config import derive
 from everstep.config.derive import lora_matrices
 from everstep.config.load import dump, load_config
 from everstep.config.schema import Config
@@ -41,7 +43,8 @@ from everstep.engine import source as sources
 from everstep.engine.source import ModelSource
 from everstep.errors import BadInput
 
-CONFIG, MODEL = "config.yaml", "model"
+CONFIG = "config.yaml"
+DESCRIBED = {"model": "model", "critic": "model-critic"}  # part of the state -> the folder that describes that model
 #: What ``peft`` puts in front of a module's name.
 PEFT_PREFIX = "base_model.model."
 MOST_BYTES = 4 << 30  # of one file of a Hugging Face directory, about
@@ -50,15 +53,20 @@ _SCALE_PARTS = ("lora_A.weight", "lora_B.weight")
 Describe = tuple[str, torch.dtype, tuple[int, ...]]  # name, type, shape
 
 
-def described(config: Config, source: ModelSource) -> dict[str, bytes]:
+def described(config: Config) -> dict[str, bytes]:
     """The files by which a checkpoint describes itself, by their paths in it."""
-    hf_config = copy.deepcopy(source.hf_config)
-    hf_config.dtype = getattr(torch, config.model.dtype)  # else a reader would cast to what the original was stored in
-    with tempfile.TemporaryDirectory(prefix="everstep-model-") as folder:
-        hf_config.save_pretrained(folder)
-        sources.load_tokenizer(config.model).save_pretrained(folder)
-        files = {f"{MODEL}/{path.name}": path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
-    return {CONFIG: ("# Every value of the run that made this checkpoint.\n" + dump(config)).encode(), **files}
+    files = {CONFIG: ("# Every value of the run that made this checkpoint.\n" + dump(config)).encode()}
+    whose = {"model": sources.resolve(config.model).hf_config}
+    if config.recipe == "ppo":
+        whose["critic"] = sources.resolve(derive.critic(config).model).critic_config()
+    for part, hf_config in whose.items():
+        hf_config = copy.deepcopy(hf_config)
+        hf_config.dtype = getattr(torch, config.model.dtype)  # else a reader would cast to what the original was stored in
+        with tempfile.TemporaryDirectory(prefix="everstep-model-") as folder:
+            hf_config.save_pretrained(folder)
+            sources.load_tokenizer(config.model).save_pretrained(folder)
+            files |= {f"{DESCRIBED[part]}/{path.name}": path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+    return files
 
 
 def read_config(folder: Path) -> Config:
@@ -72,10 +80,10 @@ def read_config(folder: Path) -> Config:
 # ---------------------------------------------------------------- the command
 
 
-def export(checkpoint: str, out: str, adapter: bool = False) -> list[str]:
+def export(checkpoint: str, out: str, adapter: bool = False, critic: bool = False) -> list[str]:
     """``everstep export``: verify ``checkpoint``, write it to the empty or new folder ``out``; returns the names of the files.
 
-    BadInput if the checkpoint is damaged, or ``out`` holds something.
+    BadInput if the checkpoint is damaged or has no such thing, or if ``out`` holds something.
     """
     folder, target = place(checkpoint), place(out)
     verify(folder)
@@ -84,38 +92,39 @@ def export(checkpoint: str, out: str, adapter: bool = False) -> list[str]:
     config = read_config(folder)
     if adapter and not config.lora.rank:
         raise BadInput(f"{checkpoint}: has no adapters (lora.rank is 0); export it without --adapter")
-    source = sources.resolve(config.model) if config.lora.rank else None
-    write = write_adapter if adapter else write_model
+    if critic and config.recipe != "ppo":
+        raise BadInput(f"{checkpoint}: has no critic (recipe={config.recipe}); export it without --critic")
+    if adapter and critic:
+        raise BadInput("--adapter and --critic: peft would not know what a critic's adapters belong to; give one of them")
     with storage_errors("writing", target):
-        return sorted(write(folder, target, config, source))
+        return sorted(write_adapter(folder, target, config) if adapter else write_model(folder, target, config, "critic" if critic else "model"))
 
 
 # ---------------------------------------------------------------- a Hugging Face directory
 
 
-def write_model(folder: Path, target: Path, config: Config, source: ModelSource | None) -> dict[str, FileEntry]:
-    """The whole model of checkpoint ``folder``, adapters merged in, so that ``from_pretrained(target)`` loads it. Returns what was
-    written, by name in ``target``. ``source``: of what LoRA froze. At most one tensor is held in memory.
+def write_model(folder: Path, target: Path, config: Config, part: str = "model") -> dict[str, FileEntry]:
+    """The whole model (or ``part`` critic) of checkpoint ``folder``, adapters merged in, so that ``from_pretrained(target)`` loads it.
+    Returns what was written, by name in ``target``. At most one tensor is held in memory.
     """
     index = Index(folder)
     if config.lora.rank:
-        assert source is not None
-        tensors, read = _merged(index, config, source)
+        tensors, read = _merged(index, derive.critic(config) if part == "critic" else config, part)
     else:
-        prefix, dtype = _weights(index), getattr(torch, config.model.dtype)
+        prefix, dtype = _weights(index, part), getattr(torch, config.model.dtype)
         tensors = [(name.removeprefix(prefix), dtype, of.shape) for name, of in index.tensors.items() if name.startswith(prefix)]
         read = lambda name: whole_tensor(index, prefix + name).to(dtype)
-    written = {name: write_file(target / name, content) for name, content in _model_files(folder)}
+    written = {name: write_file(target / name, content) for name, content in _model_files(folder / DESCRIBED[part])}
     return written | write_shards(target, tensors, read)
 
 
-def _weights(index: Index) -> str:
+def _weights(index: Index, part: str) -> str:
     """What the names of the trained weights begin with; islands agree on the global ones, in float32."""
-    return "model/param/" if any(name.startswith("model/param/") for name in index.tensors) else "model/global/"
+    return f"{part}/param/" if any(name.startswith(f"{part}/param/") for name in index.tensors) else f"{part}/global/"
 
 
 def _model_files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    for path in (folder / MODEL).iterdir():
+    for path in folder.iterdir():
         yield path.name, read_file(path)
 
 
@@ -175,7 +184,7 @@ def _pieces(header: bytes, tensors: list[Describe], read: Callable[[str], Tensor
 # ---------------------------------------------------------------- LoRA
 
 
-def _merged(index: Index, config: Config, source: ModelSource) -> tuple[list[Describe], Callable[[str], Tensor]]:
+def _merged(index: Index, config: Config, part: str) -> tuple[list[Describe], Callable[[str], Tensor]]:
     """The model that LoRA froze with what the adapters add, in its type, as the engine computes with it."""
     from everstep.engine import hf  # Megatron-Core
     from everstep.engine.fused import single_experts
@@ -183,7 +192,8 @@ def _merged(index: Index, config: Config, source: ModelSource) -> tuple[list[Des
     from everstep.engine.model import read_architecture
     from everstep.layout import Layout
 
-    arch = read_architecture(source.hf_config, config.moe.aux_loss_coef)
+    source = sources.resolve(config.model)
+    arch = dataclasses.replace(read_architecture(source.hf_config, config.moe.aux_loss_coef), value_head=part == "critic")
     table = hf.pieces(arch, Layout())
     if config.model.init == "random":
         base: Mapping[str, Callable[[], Tensor]] = hf.random_weights(table, arch, config.seed)
@@ -197,26 +207,27 @@ def _merged(index: Index, config: Config, source: ModelSource) -> tuple[list[Des
     tensors = [
         (name, dtype, shape) for piece in table if not piece.shared for name, shape in zip(piece.names, piece.shapes, strict=True)
     ]
-    scale, prefix = config.lora.alpha / config.lora.rank, _weights(index)
+    scale, prefix = config.lora.alpha / config.lora.rank, _weights(index, part)
 
     def read(name: str) -> Tensor:
+        if prefix + name in index.tensors:  # trained as a whole: a critic's head
+            return whole_tensor(index, prefix + name).to(dtype)
         weight = base[name]().to(dtype)
-        a, b = (f"{prefix}{name.removesuffix('weight')}{part}" for part in _SCALE_PARTS)
+        a, b = (f"{prefix}{name.removesuffix('weight')}{matrix}" for matrix in _SCALE_PARTS)
         if a not in index.tensors:
             return weight
-        low, high = (whole_tensor(index, part).to(dtype).float() for part in (a, b))
+        low, high = (whole_tensor(index, matrix).to(dtype).float() for matrix in (a, b))
         delta = scale * (low.t() @ high.t()).t()
         return (weight.float() + delta).to(dtype)
 
     return tensors, read
 
 
-def write_adapter(folder: Path, target: Path, config: Config, source: ModelSource | None) -> dict[str, FileEntry]:
+def write_adapter(folder: Path, target: Path, config: Config) -> dict[str, FileEntry]:
     """adapter_config.json and adapter_model.safetensors, nothing of the frozen model, so that
     ``peft.PeftModel.from_pretrained(model, target)`` loads them."""
-    assert source is not None
     index, dtype = Index(folder), getattr(torch, config.model.dtype)
-    prefix = _weights(index)
+    prefix = _weights(index, "model")
     tensors = [
         (PEFT_PREFIX + name.removeprefix(prefix), dtype, of.shape)
         for name, of in index.tensors.items() if name.startswith(prefix) and name.endswith(_SCALE_PARTS)
@@ -224,7 +235,7 @@ def write_adapter(folder: Path, target: Path, config: Config, source: ModelSourc
     read = lambda name: whole_tensor(index, prefix + name.removeprefix(PEFT_PREFIX)).to(dtype)
     return {
         "adapter_model.safetensors": write_tensors(target / "adapter_model.safetensors", tensors, read),
-        "adapter_config.json": write_file(target / "adapter_config.json", as_json(_adapter_config(config, source))),
+        "adapter_config.json": write_file(target / "adapter_config.json", as_json(_adapter_config(config, sources.resolve(config.model)))),
     }
 
 
@@ -245,9 +256,12 @@ def _adapter_config(config: Config, source: ModelSource) -> dict[str, Any]:
     }
 
 
-def beside_state(folder: Path, config: Config, source: ModelSource) -> dict[str, FileEntry]:
-    """``hf/`` and, with LoRA, ``adapter/`` of a checkpoint that is being written (checkpoint.hf); by paths in ``folder``."""
-    jobs = {"hf": partial(write_model, folder, folder / "hf", config, source)}
+def beside_state(folder: Path, config: Config) -> dict[str, FileEntry]:
+    """``hf/``, with LoRA ``adapter/``, with a critic ``critic/``, of a checkpoint that is being written (checkpoint.hf); by paths in
+    ``folder``."""
+    jobs = {"hf": partial(write_model, folder, folder / "hf", config)}
     if config.lora.rank:
-        jobs["adapter"] = partial(write_adapter, folder, folder / "adapter", config, source)
+        jobs["adapter"] = partial(write_adapter, folder, folder / "adapter", config)
+    if config.recipe == "ppo":
+        jobs["critic"] = partial(write_model, folder, folder / "critic", config, "critic")
     return {f"{name}/{file}": entry for name, job in jobs.items() for file, entry in job().items()}

@@ -44,7 +44,7 @@ from everstep.checkpoint.storage import (
 )
 from everstep.errors import BadInput
 
-MANIFEST, POINTER, RUN_STATE = "manifest.json", "latest", "run.json"
+MANIFEST, POINTER, BEST, RUN_STATE = "manifest.json", "latest", "best", "run.json"
 PARTIAL = ".partial"
 FORMAT = 2
 READERS = 8
@@ -213,15 +213,15 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def set_pointer(folder: Path) -> None:
-    """Let ``latest`` name ``folder``, atomically."""
-    write_atomic(folder.parent / POINTER, (folder.name + "\n").encode())
+def set_pointer(folder: Path, pointer: str = POINTER) -> None:
+    """Let ``latest`` (or ``best``) name ``folder``, atomically."""
+    write_atomic(folder.parent / pointer, (folder.name + "\n").encode())
 
 
-def pointed_at(checkpoints: Path) -> Path | None:
-    """The folder that ``latest`` names; None if there is no pointer yet."""
+def pointed_at(checkpoints: Path, pointer: str = POINTER) -> Path | None:
+    """The folder that ``latest`` (or ``best``) names; None if there is no such pointer yet."""
     try:
-        return checkpoints / read_file(checkpoints / POINTER).decode().strip()
+        return checkpoints / read_file(checkpoints / pointer).decode().strip()
     except FileNotFoundError:
         return None
 
@@ -230,11 +230,12 @@ def retire(checkpoints: Path, keep_last: int, keep_every: int = 0) -> list[Path]
     """Delete complete checkpoints beyond the newest ``keep_last``, but those of every ``keep_every``-th step; returns what was deleted.
 
     Nothing is deleted before one of the kept ones has been read back and found undamaged, nor what
-    ``latest`` names. Incomplete folders do not count and are not touched.
+    ``latest`` or ``best`` name. Incomplete folders do not count and are not touched.
     """
     complete = [folder for folder in checkpoint_folders(checkpoints) if incomplete(folder) is None]
     kept, old = complete[:keep_last], complete[keep_last:]
-    old = [f for f in old if f != pointed_at(checkpoints) and not (keep_every and (step_of(f) or 0) % keep_every == 0)]
+    named = (pointed_at(checkpoints), pointed_at(checkpoints, BEST))
+    old = [f for f in old if f not in named and not (keep_every and (step_of(f) or 0) % keep_every == 0)]
     if not old or all(damage(folder) for folder in kept):
         return []
     with storage_errors("deleting an old checkpoint in", checkpoints):

@@ -35,7 +35,6 @@ from everstep.checkpoint.storage import (
 )
 from everstep.checkpoint.writer import Ticket
 from everstep.config.schema import Config
-from everstep.engine import source as sources
 from everstep.layout import Layout
 from everstep.run_dir import checkpoints_of
 from everstep.telemetry.events import EventLog
@@ -254,14 +253,12 @@ class Saver:
         config, run, folder = self._config, attempt.run, attempt.folder
         assert folder is not None
         if self._described is None:
-            self._described = export.described(config, sources.resolve(config.model))
+            self._described = export.described(config)
         written = {name: entry for receipt in receipts for name, entry in receipt.files.items()}
         for name, content in {INDEX: as_json(make_index(receipts)), **self._described}.items():
             written[name] = self._patiently(attempt, folder / name, partial(_write, content=content))
         if config.checkpoint.hf:
-            source = sources.resolve(config.model)
-            beside: Callable[[Path], dict[str, FileEntry]] = lambda at: _export(at, config, source)
-            written |= self._patiently(attempt, folder, beside)
+            written |= self._patiently(attempt, folder, partial(_export, config=config))
         state = {
             "step": run.step, "reference": run.reference, "recipe": run.recipe_state,
             "rng": {library: bytes(said.tolist()).hex() for library, said in attempt.rng.items()},
@@ -307,9 +304,9 @@ def _write(path: Path, content: bytes) -> FileEntry:
         return write_file(path, content)
 
 
-def _export(folder: Path, config: Config, source: Any) -> dict[str, FileEntry]:
+def _export(folder: Path, config: Config) -> dict[str, FileEntry]:
     with storage_errors("writing", folder):
-        return export.beside_state(folder, config, source)
+        return export.beside_state(folder, config)
 
 
 # ---------------------------------------------------------------- reading

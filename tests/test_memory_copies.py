@@ -6,6 +6,7 @@ import mmap
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from everstep.checkpoint import memory
 from everstep.cluster.forked import ForkedHost
 from everstep.config.check import check_plan
 from everstep.errors import BadInput, InvariantViolated, NotEnoughReplicas
+from everstep.telemetry.events import EventLog, read_events
 
 pytestmark = [pytest.mark.timeout(200)]
 
@@ -36,7 +38,7 @@ def state(value: float) -> dict[str, torch.Tensor]:
 def restored(folder: Path, version: int) -> tuple[dict, dict]:
     scalars: dict = {}
     mine = state(-1.0)
-    memory.restore(folder, 0, version, scalars.update, lambda: mine)
+    memory.restore(folder, 0, version, SimpleNamespace(load_scalars=scalars.update, tensors=lambda: mine))
     return mine, scalars
 
 
@@ -49,8 +51,8 @@ def kept(folder: Path, *versions: int) -> memory.Keeper:
 
 
 def test_the_last_two_copies_are_there_for_whoever_comes(folder):
-    told = []
-    keeper = memory.Keeper(folder, 0, 0, told.append)
+    log = EventLog(folder.parent / f"{folder.name}-w0.jsonl", "w0")
+    keeper = memory.Keeper(folder, 0, 0, log)
     for version in (0, 4, 8):
         keeper.copy(version, state(float(version)), {"step": version})
     keeper.settle()
@@ -58,7 +60,9 @@ def test_the_last_two_copies_are_there_for_whoever_comes(folder):
     for version in (4, 8):
         tensors, scalars = restored(folder, version)
         assert all(torch.equal(tensors[n], t) for n, t in state(float(version)).items()) and scalars == {"step": version}
-    assert [c.version for c in told] == [0, 4, 8] and all(c.nbytes > 1_332_000 and c.seconds > 0 for c in told)
+    told = read_events(log.path)
+    log.path.unlink()
+    assert [e.step for e in told] == [0, 4, 8] and all(e["copy_bytes"] > 1_332_000 and e["seconds"] > 0 for e in told)
     kept(folder, 12)  # another process in the same place: the newest copy stays
     assert memory.offers(folder, 0) == [8, 12]
 
@@ -104,7 +108,7 @@ def test_a_flipped_bit_or_a_cut_file_or_another_layout_is_no_copy_of_mine(folder
     with pytest.raises(BadInput, match="no whole copy of step 4 of rank 0"):
         restored(folder, 4)
     with pytest.raises(InvariantViolated, match="does not fit my state"):
-        memory.restore(folder, 0, 8, lambda scalars: None, lambda: {"a": torch.zeros(3)})
+        memory.restore(folder, 0, 8, SimpleNamespace(load_scalars=lambda scalars: None, tensors=lambda: {"a": torch.zeros(3)}))
     os.truncate(folder / "0-0.1.copy", 1000)
     assert memory.offers(folder, 0) == []
 

@@ -20,7 +20,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,8 @@ import xxhash
 
 from everstep.engine.offload import host_bytes
 from everstep.errors import BadInput, InvariantViolated
+from everstep.recovery.heal import State
+from everstep.telemetry.events import EventLog
 
 ROOT = Path("/dev/shm")
 _SEAL = struct.Struct("<8sqQQQ24x")
@@ -48,26 +49,18 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@dataclass(frozen=True)
-class Copied:
-    version: int
-    nbytes: int
-    seconds: float             # for which the rank stood still
-    background_s: float = 0.0  # until it was sealed
-
-
 class Keeper:
-    """Makes one rank's copies. ``sealed(copied)`` is called on a thread of its own once a copy counts.
+    """Makes one rank's copies, and says in ``events`` once one counts.
 
     Raises BadInput where there is no shared memory.
     """
 
-    def __init__(self, folder: Path, replica: int, rank: int, sealed: Callable[[Copied], None] = lambda copied: None):
+    def __init__(self, folder: Path, replica: int, rank: int, events: EventLog | None = None):
         if not ROOT.is_dir():
             raise BadInput(f"recovery.memory_checkpoint_every: this machine has no {ROOT}; set it to 0")
         folder.mkdir(mode=0o700, exist_ok=True)
         self._paths = [folder / f"{replica}-{rank}.{place}{_SUFFIX}" for place in range(2)]
-        self._sealed, self._thread = sealed, threading.Thread()
+        self._events, self._thread = events, threading.Thread()
         newest = max((v, place) for place, path in enumerate(self._paths) for v in [_version(path)])
         self._turn = 1 - newest[1]  # the newest copy of whoever had this place before stays until there is a newer one
 
@@ -98,8 +91,8 @@ class Keeper:
             if nbytes:
                 flat[at : at + nbytes].copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
             at += nbytes
-        copied = Copied(version, whole, time.monotonic() - start)
-        seal: Callable[[], None] = lambda: self._seal(memory, copied, len(description), size)
+        seconds = time.monotonic() - start
+        seal: Callable[[], None] = lambda: self._seal(memory, version, len(description), size, seconds)
         self._thread = threading.Thread(target=seal, name="memory-copy", daemon=True)
         self._thread.start()
 
@@ -108,12 +101,13 @@ class Keeper:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def _seal(self, memory: mmap.mmap, copied: Copied, description: int, size: int) -> None:
+    def _seal(self, memory: mmap.mmap, version: int, description: int, size: int, seconds: float) -> None:
         start = time.monotonic()
         checksum = xxhash.xxh3_64_intdigest(memoryview(memory)[_SEAL.size : _SEAL.size + description + size])
-        memory[8 : _SEAL.size] = _SEAL.pack(_MAGIC, copied.version, description, size, checksum)[8:]
+        memory[8 : _SEAL.size] = _SEAL.pack(_MAGIC, version, description, size, checksum)[8:]
         memory[:8] = _MAGIC
-        self._sealed(Copied(copied.version, copied.nbytes, copied.seconds, time.monotonic() - start))
+        if self._events:
+            self._events.emit("memory_copy", step=version, copy_bytes=len(memory), seconds=seconds, background_s=time.monotonic() - start)
 
 
 def offers(folder: Path, rank: int) -> list[int]:
@@ -122,14 +116,16 @@ def offers(folder: Path, rank: int) -> list[int]:
     return sorted({v for path in _of(folder, rank) if (v := _version(path)) >= 0 and _read(path) is not None})
 
 
-def restore(folder: Path, rank: int, version: int, load_scalars: Callable[[dict[str, Any]], None], tensors: Callable[[], Mapping[str, torch.Tensor]]) -> Path:
-    """Write a copy of ``version`` into the state of a rank of the same position; returns where it was. ``load_scalars`` comes first: they
-    say which tensors there are. Raises BadInput if there is none, InvariantViolated if it is of another layout."""
+def restore(folder: Path, rank: int, version: int, state: State) -> Path:
+    """Write a copy of ``version`` into the state of a rank of the same position; returns where it was. Its version is the caller's.
+
+    Raises BadInput if there is none, InvariantViolated if it is of another layout.
+    """
     for path in _of(folder, rank):
         if _version(path) == version and (read := _read(path)) is not None:
             description, data = read
-            load_scalars(description["scalars"])
-            mine = tensors()
+            state.load_scalars(description["scalars"])  # first: they say which tensors there are
+            mine = state.tensors()
             found = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in mine.items()]
             if found != description["tensors"]:
                 odd = [t for t in (*found, *description["tensors"]) if t not in found or t not in description["tensors"]]

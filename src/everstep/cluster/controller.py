@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -19,8 +18,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from everstep.checkpoint import memory, saving
-from everstep.checkpoint.saving import SavedRun
-from everstep.checkpoint.sharded import Shard
+from everstep.checkpoint.saving import RankOf, SavedRun, Saver, WriterLost
+from everstep.checkpoint.storage import CheckpointError
 from everstep.cluster import takeover
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.dispatch import get_dispatch, mesh_of, ranks_of
@@ -28,8 +27,8 @@ from everstep.cluster.formation import Formation
 from everstep.cluster.forming import form
 from everstep.cluster.group import Role, StepResult
 from everstep.cluster.host import Host, ProcessEnded, Sharing, WorkerSpec
-from everstep.cluster.island import Round, island_folder
-from everstep.cluster.owed import POLL_S, Owed, all_done, gather
+from everstep.cluster.island import Round
+from everstep.cluster.owed import POLL_S, Owed, gather
 from everstep.cluster.repair import Repair
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.rollback import Rollback
@@ -86,12 +85,13 @@ class Controller:
         self.recipe_state: dict[str, Any] = {}
         self._closed = False
         self._went_back: RolledBack | None = None  # not told to the recipe yet
-        self._rollback = Rollback(host, config.recovery, self.layout, run_dir.checkpoints, lambda worker: worker in self.server.dead)
+        self._rollback = Rollback(host, config, lambda worker: worker in self.server.dead)
         self._repair: Repair | None = None
         self._store: dist.TCPStore | None = None
         self._injector: FaultInjector | None = None
         self._relays: dict[str, Relay] = {}
         self._server: CoordinatorServer | None = None
+        self._saver: Saver | None = None
         self._pool: RolloutPool | None = None
         self.dispatch_bytes, self.dispatch_seconds = 0, 0.0
         try:
@@ -120,7 +120,9 @@ class Controller:
             coordinator, log, self._events, listener, token, recovery.silence_s, 2 * recovery.link_timeout_s, host,
             recovery.heartbeat_s, judge(recovery), judge_every_s(recovery),
         )
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self._store = store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        connect = lambda: dist.TCPStore(host, store.port, is_master=False, timeout=timedelta(seconds=60))
+        self._saver = Saver(self.config, self.layout, self._events, connect, lambda worker: self.server.dead.get(worker))
         if attach:
             self._take_over(log, token)
             return
@@ -170,11 +172,10 @@ class Controller:
 
     def _announce(self, incarnation: int, token: str) -> None:
         """Workers that outlive their controller must find the next one."""
+        assert self._store is not None
         if handle := self._host.handle():
-            assert self._store is not None
-            store = (self._host.address, self._store.port)
-            made = rendezvous.Announcement(incarnation, self._coordinator_address, store, token, os.getpid(), handle)
-            rendezvous.announce(self._run_dir.path, made)
+            at = self._coordinator_address, (self._host.address, self._store.port)
+            rendezvous.announce(self._run_dir.path, rendezvous.Announcement(incarnation, *at, token, os.getpid(), handle))
 
     def _make_injector(self, faults: Sequence[Fault]) -> FaultInjector:
         infos = self._host.infos
@@ -233,6 +234,8 @@ class Controller:
                 last_first.callback(self._repair.close)
             if self._server:
                 last_first.callback(self._server.close)
+            if self._saver:
+                last_first.callback(self._saver.give_up)
             self._store = None
 
     # -- verbs ---------------------------------------------------------------------------------------------------------------
@@ -245,6 +248,11 @@ class Controller:
     def server(self) -> CoordinatorServer:
         assert self._server is not None
         return self._server
+
+    @property
+    def saver(self) -> Saver:
+        assert self._saver is not None
+        return self._saver
 
     def call(self, dispatch: str, method: str, *args: Any, **kwargs: Any) -> Any:
         start, sent = time.monotonic(), 0
@@ -395,51 +403,49 @@ class Controller:
     def once(self, function: Callable[..., T], *args: Any) -> T:
         return function(*args)
 
-    def save(self, recipe_state: dict[str, Any]) -> Path:
-        def write(folder: Path) -> list[Shard]:
-            """The ranks of one replica write; if it breaks meanwhile, another one writes all of it again."""
-            while True:
-                self._check_alive()
-                self._prepare_faults(self.committed_step + 1)
-                view = self.server.coordinator.view
-                member = view.member(view.contributors[0])
-                assert member is not None
-                life = (member.replica, member.build)
-                calls = {self._host.submit(w, life, "save_shard", folder): i for i, w in enumerate(member.workers)}
-                shards = self._results(calls, [(w, member) for w in member.workers], "save_shard")
-                if shards is not None:
-                    return shards + (self._save_islands(folder, member) if self.config.semisync.method != "none" else [])
-                # Its living ranks may still write: two writers of one file would spoil it.
-                if not all_done(self._host, calls, _DEATH_CONFIRM_S):
-                    raise DeadlineExceeded(
-                        f"saving step {self.committed_step}: ranks of replica {member.replica}, which broke meanwhile, still write "
-                        f"into {folder} after {_DEATH_CONFIRM_S:g} s; the previous checkpoint is complete"
-                    )
-
-        state = SavedRun(self.committed_step, self._reference, recipe_state)
-        return saving.save(self._run_dir.checkpoints, state, self.layout, self.config.checkpoint.keep_last, write, self._events)
-
-    def _save_islands(self, folder: Path, writer: Member) -> list[Shard]:
-        """The other replicas' local state. Of one that dies meanwhile there is none: it will begin where ``writer`` is."""
-        shards: list[Shard] = []
-        view = self.server.coordinator.view
-        for member in view.members:
-            if member == writer or member.replica in view.healing:
+    def save(self, recipe_state: dict[str, Any], wait: bool = True) -> Path | None:
+        """Every rank of every contributor takes up its share; if one dies before all have, or, with ``wait``, before the end, those
+        that are left share the work anew: they hold the same state still."""
+        with contextlib.suppress(CheckpointError):  # of the one on its way: it is told
+            self.saver.wait()
+        run = SavedRun(self.committed_step, self._reference, recipe_state)
+        while True:
+            self._check_alive()
+            self._prepare_faults(self.committed_step + 1)
+            view, start = self.server.coordinator.view, time.monotonic()
+            tickets = self.saver.begin(run, len(view.contributors), patient=wait)
+            if tickets is None:
+                return self.saver.checkpoint(run.step)
+            members = [member for replica in view.contributors if (member := view.member(replica))]
+            called = [(worker, member) for member in members for worker in member.workers]
+            writers = [RankOf(w, replica, rank) for replica, member in enumerate(members) for rank, w in enumerate(member.workers)]
+            calls = {
+                self._host.submit(worker, (member.replica, member.build), "save_shard", tickets[writer.replica]): index
+                for index, ((worker, member), writer) in enumerate(zip(called, writers, strict=True))
+            }
+            if self._results(calls, called, "save_shard") is None:
+                self.saver.void("a rank died")
                 continue
-            life = (member.replica, member.build)
-            calls = {self._host.submit(w, life, "save_island", folder): i for i, w in enumerate(member.workers)}
-            written = self._results(calls, [(w, member) for w in member.workers], "save_island")
-            if written is not None:
-                shards += written
-            else:
-                all_done(self._host, calls, _DEATH_CONFIRM_S)
-                shutil.rmtree(island_folder(folder, member.replica), ignore_errors=True)  # what it wrote of it
-        return shards
+            self.saver.follow(writers, time.monotonic() - start)
+            if not wait:
+                return None
+            with contextlib.suppress(WriterLost):
+                return self.saver.wait()
+
+    def save_wanted(self, due: bool) -> bool:
+        return self.saver.wanted(due, self.committed_step)
+
+    def finish_saves(self) -> None:
+        self.saver.wait()
+
+    def told_of_saves(self) -> list[str]:
+        return self.saver.told()
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Before the first step only: every rank reads its shard; the coordinator continues from the checkpoint's step."""
-        saved = saving.read(path, self.layout)
-        self.call("pass_through", "load_shard", path, saved.step, saved.reference)
+        """Before the first step only: every rank reads its part; the coordinator continues from the checkpoint's step."""
+        saved = saving.read(path)
+        self.call("pass_through", "load_shard", str(path), saved.step, saved.reference)
+        saving.restore_rng(path)
         self._reference = saved.reference
         self.server.restart_at(saved.step, saved.recipe_state)
         self.recipe_state = saved.recipe_state
@@ -454,19 +460,8 @@ class Controller:
                 return compare_hashes(ranks, hashes, self.committed_step, self._events)
 
     def status(self) -> dict[str, Any]:
-        coordinator = self.server.coordinator
-        view = coordinator.view
-        return {
-            "state": str(coordinator.state),
-            "stage": self._stage,
-            "epoch": str(view.epoch),
-            "committed_step": coordinator.committed,
-            "replicas": list(view.contributors),
-            "healing": sorted(view.healing),
-            "spares": len(self._repair.spares) if self._repair else 0,
-            "deaths": len(self.server.dead),
-            "ranks": self.server.whereabouts(),
-        }
+        spares = len(self._repair.spares) if self._repair else 0
+        return self.server.summary() | {"stage": self._stage, "spares": spares, "ranks": self.server.whereabouts()}
 
     # -- deaths ----------------------------------------------------------------------------------------------------------------
 
@@ -477,18 +472,17 @@ class Controller:
             raise server.failure
         coordinator = server.coordinator
         causes = "; ".join(f"{w}: {cause}" for w, cause in sorted(server.dead.items()))
-        if coordinator.state is State.LOST and self.config.recovery.enabled:
-            while coordinator.state is State.LOST and self._repair_hopeful() and not (self._repair and self._repair.failure):
-                time.sleep(0.01)  # the replica is formed anew, and goes back to a copy
-        if self._went_back:
-            back, self._went_back = self._went_back, None
+        while coordinator.state is State.LOST and self.config.recovery.enabled and self._repair_hopeful() and not self._failed_repair:
+            time.sleep(0.01)  # the replica is formed anew, and goes back to a copy
+        back, self._went_back = self._went_back, None
+        if back:
             raise back
-        if coordinator.state is State.LOST and not (self._repair and self._repair.failure):
+        if coordinator.state is State.LOST and not self._failed_repair:
             raise NotEnoughReplicas(
                 f"no living replica holds step {coordinator.committed} ({causes}); resume from the last checkpoint with resume=auto"
             )
-        if self._repair and self._repair.failure:
-            raise self._repair.failure
+        if self._failed_repair:
+            raise self._failed_repair
         if coordinator.state is State.HELD and not self.config.recovery.enabled:
             raise NotEnoughReplicas(f"recovery.enabled=false, and a rank died ({causes}); resume from the last checkpoint")
         if coordinator.state is State.HELD and not self._repair_hopeful():
@@ -496,6 +490,10 @@ class Controller:
                 f"{len(coordinator.view.members)} replicas live, recovery.min_replicas={self.config.recovery.min_replicas} and no "
                 f"spare is left ({causes}); resume with resume=auto when there are devices"
             )
+
+    @property
+    def _failed_repair(self) -> BaseException | None:
+        return self._repair.failure if self._repair else None
 
     def _repair_hopeful(self) -> bool:
         coordinator = self.server.coordinator
@@ -565,8 +563,7 @@ class Controller:
 
     def form(self, formations: list[tuple[str, Formation]]) -> dict[str, str]:
         assert self._store is not None
-        limit_s, closed = self.config.recovery.reform_timeout_s, lambda: self._closed
-        return form(self._host, self._store, formations, self.server.dead, limit_s, closed)
+        return form(self._host, self._store, formations, self.server.dead, self.config.recovery.reform_timeout_s, lambda: self._closed)
 
     def expel(self, worker: str, cause: str) -> None:
         self.server.expel(worker, cause)
@@ -575,10 +572,10 @@ class Controller:
         coordinator = self.server.coordinator
         if coordinator.state is not State.LOST:
             self.server.joiner(member)
-        elif restored := self._rollback.restore(member, coordinator.committed):
-            self.recipe_state, self._went_back = restored.state, RolledBack(restored.step, restored.cause)
+        elif back := self._rollback.restore(member, coordinator.committed):
+            self.recipe_state, self._went_back = back.state, RolledBack(back.step, back.cause)
             stranded = coordinator.view.healing - {member.replica}
-            self.server.rollback(restored.step, [member], restored.cause, restored.state)
+            self.server.rollback(back.step, [member], back.cause, back.state)
             if stranded and self._repair:
                 self._repair.adopt(set(), sorted(stranded))
 

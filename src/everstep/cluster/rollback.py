@@ -9,16 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint import saving
 from everstep.checkpoint.choose import choose
 from everstep.cluster.host import Host, ProcessEnded
-from everstep.config.schema import RecoveryConfig
+from everstep.config.schema import Config
 from everstep.errors import DeadlineExceeded, EverstepError, NotEnoughReplicas
-from everstep.layout import Layout
 from everstep.recovery.view import Member, Record
+from everstep.run_dir import checkpoints_of
 
 _POLL_S = 0.2
 _STATES_KEPT = 10_000  # steps
@@ -38,8 +37,8 @@ class Restored:
 class Rollback:
     """``gone(worker)``: whether it is known to be dead."""
 
-    def __init__(self, host: Host, recovery: RecoveryConfig, layout: Layout, checkpoints: Path, gone: Callable[[str], bool]):
-        self._host, self._recovery, self._layout, self._checkpoints, self._gone = host, recovery, layout, checkpoints, gone
+    def __init__(self, host: Host, config: Config, gone: Callable[[str], bool]):
+        self._host, self._recovery, self._checkpoints, self._gone = host, config.recovery, checkpoints_of(config), gone
 
         self.states: dict[int, dict[str, Any]] = {0: {}}  # the recipe's, after each of the last steps
 
@@ -77,8 +76,9 @@ class Rollback:
                 f"no living replica holds step {committed}, no copy in memory was left of every rank, and there is no checkpoint; "
                 "start again with --clean"
             )
-        saved = saving.read(chosen.path, self._layout)
-        self._on_all(member, "load_shard", chosen.path, saved.step, saved.reference)
+        saved = saving.read(chosen.path)
+        self._on_all(member, "load_shard", str(chosen.path), saved.step, saved.reference)
+        saving.restore_rng(chosen.path)
         return saved.step, str(chosen.path), saved.recipe_state
 
     def _on_all(self, member: Member, method: str, *args: Any) -> list[Any]:

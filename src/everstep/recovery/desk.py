@@ -170,6 +170,14 @@ class Desk:
     def connected(self, worker: str) -> bool:
         return worker in self._sessions
 
+    def summary(self) -> dict[str, Any]:
+        """Who takes part, and how far they are."""
+        coordinator, view = self.coordinator, self.coordinator.view
+        return {
+            "state": str(coordinator.state), "epoch": str(view.epoch), "committed_step": coordinator.committed,
+            "replicas": list(view.contributors), "healing": sorted(view.healing), "deaths": len(self.dead),
+        }  # fmt: skip
+
     def whereabouts(self) -> dict[str, dict[str, Any]]:
         """Of every living worker by its own last word: place, step, phase, and for how many seconds it has been there."""
         now = time.monotonic()

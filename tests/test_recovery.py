@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.support.processes import run_ranks
 
 from everstep.cluster.repair import Repair
-from everstep.config.schema import RecoveryConfig
+from everstep.config.recovery_schema import RecoveryConfig
 from everstep.errors import BadInput, DeadlineExceeded, LinkBroken, WorkerFailed
 from everstep.recovery import heal
 from everstep.recovery.commitlog import CommitLog

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from everstep.cluster.host import Host, ProcessEnded
-from everstep.config.schema import RecoveryConfig
+from everstep.config.recovery_schema import RecoveryConfig
 from everstep.errors import DeadlineExceeded, EverstepError
 from everstep.recovery.progress import Place, overdue_results
 from everstep.recovery.server import CoordinatorServer

@@ -192,6 +192,8 @@ class Launcher:
     def announce(self, member):
         self.announced.append(member)
 
+    def replace(self, worker): ...
+
     def note(self, event, **fields): ...
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import threading
 import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
@@ -24,6 +25,7 @@ from everstep.cluster.dispatch import get_dispatch, ranks_of
 from everstep.cluster.group import StepResult
 from everstep.cluster.host import Host, ProcessEnded, WorkerSpec
 from everstep.cluster.owed import Owed
+from everstep.cluster.refill import Refill
 from everstep.cluster.repair import Repair
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.slots import cut_slots, sample_ids
@@ -34,6 +36,7 @@ from everstep.config.schema import Config
 from everstep.engine.loss import LossSpec
 from everstep.errors import (
     BadInput,
+    BelowMinimum,
     CoordinatorLost,
     DeadlineExceeded,
     EverstepError,
@@ -91,6 +94,10 @@ class Controller:
         self.recipe_state: dict[str, Any] = {}
         self._closed = False
         self._repair: Repair | None = None
+        self._refill: Refill | None = None
+        self._started, self._starting = 0, threading.Lock()  # workers so far
+        self._held_since: float | None = None  # fewer members than recovery.min_replicas, by what was seen last
+        self._served: set[str] = set()  # workers that have taken part in a commit
         self._store: dist.Store | None = None
         self._injector: FaultInjector | None = None
         self._relays: dict[str, Relay] = {}
@@ -130,6 +137,7 @@ class Controller:
             for replica in range(self.layout.replicas)
         ]
         spares = workers[self.layout.world_size :]
+        self._refill = Refill(self, recovery.restart_attempts if recovery.enabled else 0, recovery.restart_backoff_s)
         self._repair = Repair(self, {m.replica: m for m in members}, spares, lambda: self._reference)
         for worker in list(self._server.dead):  # it died before there was a repair to be told
             self._repair.worker_died(worker)
@@ -154,14 +162,17 @@ class Controller:
         workers = [f"w{i}" for i in range(self.layout.devices)]
         for index in partition_victims(self.config, self.layout.ranks_per_replica, self.layout.world_size):
             self._relays[workers[index]] = Relay(self._coordinator_address)
-        self._host.start([
-            WorkerSpec(
-                worker, self.config, self._relays[worker].address if worker in self._relays else self._coordinator_address, token,
-                (host, port), str(self._run_dir.events), str(self._run_dir.rank_log(index)),
-            )
-            for index, worker in enumerate(workers)
-        ])
+        self._store_address, self._token = (host, port), token
+        self._host.start([self._spec(worker) for worker in workers])
+        self._started = len(workers)
         return workers
+
+    def _spec(self, worker: str) -> WorkerSpec:
+        relay = self._relays.get(worker)
+        return WorkerSpec(
+            worker, self.config, relay.address if relay else self._coordinator_address, self._token, self._store_address,
+            str(self._run_dir.events), str(self._run_dir.rank_log(int(worker[1:]))),
+        )
 
     @property
     def _coordinator_address(self) -> tuple[str, int]:
@@ -178,6 +189,8 @@ class Controller:
                 last_first.callback(relay.close)
             if self._repair:
                 last_first.callback(self._repair.close)
+            if self._refill:
+                last_first.callback(self._refill.close)
             if self._server:
                 last_first.callback(self._server.close)
             self._store = None
@@ -267,7 +280,11 @@ class Controller:
         called: set[Member] = set()  # a replica that comes back within the step is called in its new life
         reports: dict[tuple[str, Member], Any] = {}
         while True:
-            self._check_alive()
+            try:
+                self._check_alive()
+            except BelowMinimum:
+                self._all_done(pending, _DEATH_CONFIRM_S)  # ranks leave the step, which was given up
+                raise
             view = coordinator.view
             if coordinator.committed < step:
                 for member in view.members:
@@ -375,6 +392,8 @@ class Controller:
             raise server.failure
         coordinator = server.coordinator
         causes = "; ".join(f"{w}: {cause}" for w, cause in sorted(server.dead.items()))
+        if coordinator.state is State.HALTED:
+            return  # what is left to do is to save
         if coordinator.state is State.LOST:
             raise NotEnoughReplicas(
                 f"no living replica holds step {coordinator.committed} ({causes}); resume from the last checkpoint with resume=auto"
@@ -383,17 +402,29 @@ class Controller:
             raise self._repair.failure
         if coordinator.state is State.HELD and not self.config.recovery.enabled:
             raise NotEnoughReplicas(f"recovery.enabled=false, and a rank died ({causes}); resume from the last checkpoint")
-        if coordinator.state is State.HELD and not self._repair_hopeful():
-            raise NotEnoughReplicas(
+        if coordinator.state is not State.HELD:
+            self._held_since = None
+            return
+        self._held_since = self._held_since or time.monotonic()
+        if not self._repair_hopeful() and not self._waits_below_minimum(time.monotonic() - self._held_since):
+            cause = (
                 f"{len(coordinator.view.members)} replicas live, recovery.min_replicas={self.config.recovery.min_replicas} and no "
-                f"spare is left ({causes}); resume with resume=auto when there are devices"
+                f"spare is left ({causes})"
             )
+            server.halt(cause)
+            raise BelowMinimum(f"{cause}; resume with resume=auto when there are devices")
 
     def _repair_hopeful(self) -> bool:
+        """Whether a replica is about to come back."""
         coordinator = self.server.coordinator
         repairing = self._repair and self._repair.hopeful(list(self.server.dead))
+        starting = self._refill and any(self._host.has_place(worker) for worker in self._refill.pending)
         joining = coordinator.build and coordinator.build.joiner
-        return bool(repairing or joining or coordinator.waiting)
+        return bool(repairing or starting or joining or coordinator.waiting)
+
+    def _waits_below_minimum(self, held_s: float) -> bool:
+        recovery = self.config.recovery
+        return recovery.below_minimum == "wait" and held_s < recovery.below_minimum_wait_s
 
     def _is_death(self, worker: str, member: Member, error: ProcessEnded | EverstepError) -> bool:
         """Whether this error tells of a death (the worker's own, or one in its replica) rather than of a failed call.
@@ -420,8 +451,10 @@ class Controller:
             self._injector.on_phase(worker, step, phase)
 
     def _recorded(self, record: Record) -> None:
-        if self._injector and record.kind is Kind.COMMIT:
-            self._injector.on_commit(record.step)
+        if record.kind is Kind.COMMIT:
+            self._served |= record.view.workers
+            if self._injector:
+                self._injector.on_commit(record.step)
         self._on_record(record)
 
     def _answered(self, worker: str, number: int, word: str) -> None:
@@ -484,6 +517,25 @@ class Controller:
 
     def announce(self, member: Member) -> None:
         self.server.joiner(member)
+
+    def replace(self, worker: str) -> None:
+        if self._refill:
+            self._refill.replace(worker)
+
+    # -- what refilling needs (everstep.cluster.refill.Starter) ---------------------------------------------------------------------
+
+    def start_in_place_of(self, worker: str) -> str:
+        with self._starting:
+            number, self._started = self._started, self._started + 1
+        self._host.add(self._spec(f"w{number}"), worker)
+        return f"w{number}"
+
+    def spare_is_ready(self, worker: str, after: str) -> None:
+        assert self._repair is not None
+        self._repair.spare_is_ready(worker)
+
+    def was_of_use(self, worker: str) -> bool:
+        return worker in self._served or (self._injector is not None and self._injector.struck(worker))
 
     def note(self, event: str, **fields: Any) -> None:
         self._events.emit(event, **fields)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
+from everstep.errors import EverstepError
 
 if TYPE_CHECKING:
     from everstep.cluster.worker import Life, Slots, Worker
@@ -46,6 +47,10 @@ class ProcessEnded(Exception):
     """The worker that owes a result has no process any more. The message is the system's word on it."""
 
 
+class NoRoom(EverstepError):
+    """There was no place for one more process, so far."""
+
+
 class Host(Protocol):
     """Workers by their ids. A *pending* is the promise of one call's result: hashable, of whatever kind the host likes."""
 
@@ -57,6 +62,14 @@ class Host(Protocol):
 
     def start(self, specs: Sequence[WorkerSpec]) -> None:
         """One process for each, imports done. Raises BadInput (no room), DeadlineExceeded, or what a worker raised."""
+
+    def add(self, spec: WorkerSpec, instead_of: str) -> None:
+        """One more process once the run goes on: where the dead worker ``instead_of`` was, if that machine lives, else wherever there
+        is room. Returns when it is ready; called on threads of its own. Raises NoRoom if there was none for some time, or another
+        EverstepError."""
+
+    def has_place(self, worker: str) -> bool:
+        """Whether the machine of a dead worker lives, so that ``add`` can start a process there at once."""
 
     def watch(self, on_end: Callable[[str], None]) -> None:
         """Call ``on_end(worker)`` on another thread as soon as a worker's process ends, from now on."""

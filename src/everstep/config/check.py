@@ -247,8 +247,8 @@ def _no_such_moment(fault: Fault, config: Config, sizes: derive.Sizes) -> str:
         for f in config.faults
     ):
         return f"phase=heal: replica {fault.replica} heals only after it lost a rank; plan a fault that kills one before"
-    if fault.phase == "heal" and not config.layout.spares:
-        return "phase=heal: nobody takes a dead rank's place with layout.spares=0"
+    if fault.phase == "heal" and not config.layout.spares and not config.recovery.restart_attempts:
+        return "phase=heal: nobody takes a dead rank's place with layout.spares=0 and recovery.restart_attempts=0"
     return ""
 
 

@@ -396,7 +396,30 @@ class RecoveryConfig(Section):
     min_replicas: int = Field(
         1,
         ge=1,
-        description="With fewer living replicas the run waits for a spare, or stops resumable.",
+        description="With fewer living replicas nothing is committed; see recovery.below_minimum.",
+    )
+    below_minimum: Literal["stop", "wait"] = Field(
+        "stop",
+        description="With fewer than recovery.min_replicas, and no spare or process that could be started at once: `stop` with a checkpoint "
+        "of the committed step (exit code 3), or `wait` for devices to come (back) to the cluster, and stop so after "
+        "recovery.below_minimum_wait_s.",
+    )
+    below_minimum_wait_s: float = Field(
+        3600.0,
+        gt=0,
+        description="How long recovery.below_minimum=wait holds the run.",
+    )
+    restart_attempts: int = Field(
+        5,
+        ge=0,
+        description="A process is started in the place of each dead one, in the background (launcher ray), and becomes a spare; without "
+        "spares its replica comes back so. How often in a row that may fail in one place (the process does not start, or ends by itself "
+        "before it took part in a commit) before the place is given up. 0: no process is started.",
+    )
+    restart_backoff_s: float = Field(
+        1.0,
+        gt=0,
+        description="Seconds before the second try to start a process in a place; doubled for each try after it, up to 60 s.",
     )
     heartbeat_s: float = Field(1.0, gt=0, description="Seconds between progress reports of a rank.")
     silence_s: float = Field(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from everstep.cluster.group import Group, StepResult
@@ -31,6 +32,7 @@ class Run:
     def __post_init__(self) -> None:
         self._saved_step = self._verified_step = self.group.committed_step  # of the checkpoint that the run resumed from
         self._dispatched = (0, 0.0)
+        self._resumable: tuple[int, dict[str, Any]] = (-1, {})  # the last step from which the recipe can go on, and its state then
 
     @property
     def state(self) -> dict[str, Any]:
@@ -65,10 +67,19 @@ class Run:
         """Checkpoint after every ``checkpoint.every_steps`` committed steps, and at the end (``checkpoint.at_end``)."""
         step, every = self.group.committed_step, self.config.checkpoint.every_steps
         due = (every > 0 and step - self._saved_step >= every) or (last and self.config.checkpoint.at_end)
-        if due and step != self._saved_step:
-            path = self.group.save(state())
-            self._saved_step = step
-            self.note(f"saved {path}")
+        self._resumable = step, state()
+        if due:
+            self.save_now()
+
+    def save_now(self) -> Path | None:
+        """A checkpoint of the committed step, if the recipe can go on from it and it is not saved; its path, or None."""
+        step, state = self._resumable
+        if step != self.group.committed_step or step == self._saved_step:
+            return None
+        path = self.group.save(state)
+        self._saved_step = step
+        self.note(f"saved {path}")
+        return path
 
     def _dispatch_metrics(self) -> dict[str, float]:
         """What the worker calls since the last line of metrics cost beside the workers' own time."""

@@ -75,6 +75,10 @@ class Control:
             lambda rs: next((r for r in reversed(rs) if r.number == number), None), timeout_s, f"record {number}"
         )
 
+    def halted(self, number: int) -> str | None:
+        """Why all work was given up, if that was said in a record up to this number."""
+        return next((r.cause for r in self._records if r.kind is Kind.HALT and r.number <= number), None)
+
     def newer_than(self, number: int) -> bool:
         """Without waiting: has a record above ``number`` arrived (or the coordinator been lost)?"""
         records = self._records

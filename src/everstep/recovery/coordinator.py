@@ -1,7 +1,7 @@
 """The one place that decides views and commits. Pure: events in, log records out; no process, no socket, no clock.
 
 Each method takes one event and returns the records it causes, in order; the caller makes them durable, then publishes them
-(:mod:`everstep.recovery.server`). Between events the coordinator is in one of four states:
+(:mod:`everstep.recovery.server`). Between events the coordinator is in one of five states:
 
     =========  ===================================================  ==========================================
     state      meaning                                              leaves it
@@ -13,6 +13,8 @@ Each method takes one event and returns the records it causes, in order; the cal
                                                                     no source         -> LOST
     HELD       fewer members than the minimum: nothing commits      joiner ready      -> VOTING
                                                                     no source         -> LOST
+                                                                    halt()            -> HALTED
+    HALTED     the step in progress is given up for good            never; what members hold is saved
     LOST       no living replica holds the committed state          never; the run resumes from a checkpoint
     =========  ===================================================  ==========================================
 
@@ -47,6 +49,7 @@ class State(StrEnum):
     FORMING = "forming"
     VOTING = "voting"
     HELD = "held"
+    HALTED = "halted"
     LOST = "lost"
 
 
@@ -134,7 +137,7 @@ class Coordinator:
         """Late votes (an older epoch, a committed step, an expelled worker) have no effect."""
         if self.state is State.LOST or vote.step != self.committed + 1 or vote.epoch != self.view.epoch:
             return []
-        if vote.worker not in self.view.workers:
+        if vote.worker not in self.view.workers or self.state is State.HALTED:
             return []
         self.votes[vote.worker] = vote
         return self._decide()
@@ -164,6 +167,8 @@ class Coordinator:
             record = self._new_view(survivors, self.view.healing - {dead.replica}, cause, redeal=False)
         if not self.view.contributors:
             self.state = State.LOST
+        elif self.state is State.HALTED:
+            return [record]
         elif len(self.view.members) < self.min_replicas:
             self.state = State.HELD
         return [record, *self._next_build()]
@@ -213,7 +218,7 @@ class Coordinator:
         ``void``: the ledgers contradict each other, all are emptied. Raises DeadlineExceeded if this happens MAX_LINK_FAILURES times
         in one step.
         """
-        if link_id != self.view.link_id or self.state is State.LOST:
+        if link_id != self.view.link_id or self.state in (State.LOST, State.HALTED):
             return []
         self._link_failures += 1
         if self._link_failures >= MAX_LINK_FAILURES:
@@ -222,6 +227,13 @@ class Coordinator:
                 f"with every process alive ({cause}); check the network between their nodes, then resume with resume=auto"
             )
         return [self._new_view(self.view.members, self.view.healing, cause, redeal=void)]
+
+    def halt(self, cause: str) -> list[Record]:
+        """Fewer members than the minimum, and nobody will come: the step in progress is given up. Has no effect unless HELD."""
+        if self.state is not State.HELD:
+            return []
+        self.state, self.build, self.waiting = State.HALTED, None, []
+        return [self._record(Kind.HALT, cause=cause)]
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
@@ -292,7 +304,7 @@ class Coordinator:
 
     def _next_build(self) -> list[Record]:
         """Order the next link build: a joiner's before standbys."""
-        if self.build or not self.view.contributors or self.state is State.LOST:
+        if self.build or not self.view.contributors or self.state in (State.LOST, State.HALTED):
             return []
         if self.waiting:
             joiner = self.waiting.pop(0)

@@ -106,6 +106,10 @@ class Desk:
             if not any(worker in self.dead for worker in member.workers):
                 self._event(lambda: self.coordinator.joiner(member))
 
+    def halt(self, cause: str) -> None:
+        """Too few members, for good: the step in progress is given up (:meth:`Coordinator.halt`)."""
+        self._event(lambda: self.coordinator.halt(cause))
+
     def expel(self, worker: str, cause: str, ended: bool = False) -> None:
         """Take a worker out of every view. Idempotent; returns after the new view is published. ``ended``: its process ended by
         itself, maybe of what it was computing."""
@@ -206,6 +210,8 @@ class Desk:
                                   healing=sorted(view.healing), cause=record.cause, deal=view.deal.number,
                                   dealt=list(view.deal.replicas), quarantined=list(view.quarantined))
                 self._healing = view.healing
+            case Kind.HALT:
+                self._events.emit("halt", step=view.committed, epoch=view.epoch.key, members=members, cause=record.cause)
             case Kind.BUILD:
                 self._events.emit("link_build", link=view.link_id, members=members)
 

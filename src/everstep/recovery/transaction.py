@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 
 from everstep.config.schema import RecoveryConfig
-from everstep.errors import Fenced, LedgersDiffer, LinkBroken, ReplicaBroken
+from everstep.errors import Fenced, Halted, LedgersDiffer, LinkBroken, ReplicaBroken
 from everstep.recovery import heal
 from everstep.recovery.control import Control
 from everstep.recovery.healing import Healing
@@ -138,6 +138,8 @@ class Transaction:
                     # No death is survived, so the commit needs no waiting for: whoever lacks it resumes from a checkpoint.
                     return self._finish(work, Outcome.APPLY, total, attempts)
                 decision = self._control.after(record.number, self._config.step_timeout_s, f"the commit of step {work.step}")
+                if decision.kind is Kind.HALT:
+                    raise Halted(f"step {work.step} was given up: {decision.cause}")
                 if decision.kind is Kind.COMMIT and decision.step == work.step:
                     if decision.epoch != total.epoch:
                         raise Fenced(
@@ -173,6 +175,8 @@ class Transaction:
         )
         number = max(n for (n,) in self._world.agree((current.number,), f"the view of step {step}"))
         record = self._control.numbered(number, self._config.step_timeout_s)
+        if cause := self._control.halted(number):
+            raise Halted(f"step {step} was given up: {cause}")
         member = record.view.member(self._replica)
         if member is None or member.build != self._build:
             raise ReplicaBroken(f"replica {self._replica} is not in view {record.view.epoch}: {record.cause}")

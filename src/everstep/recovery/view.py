@@ -139,6 +139,7 @@ class Kind(StrEnum):
     VIEW = "view"      # a new view; the attempt under the old one is void
     COMMIT = "commit"  # step is committed with the total of `epoch`; `view` is the view of the next step
     BUILD = "build"    # build this link in the background and acknowledge it
+    HALT = "halt"      # the step in progress is given up, and no other will be: members keep the committed state, to be saved
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,13 @@ EVENTS: dict[str, EventKind] = {
         "members cause deal dealt",
         epoch=True,
     ),
+    "halt": _kind(
+        "lead",
+        "Too few members for good: the step after `step` was given up; `members` hold `step`.",
+        "members cause",
+        step=True,
+        epoch=True,
+    ),
     "obey": _kind("rank", "The rank saw a new view and switched to it.", "replica rank", epoch=True),
     "fault": _kind(
         "both",
@@ -162,6 +169,11 @@ EVENTS: dict[str, EventKind] = {
     ),
     "spare_used": _kind("lead", "A spare takes the place of a dead rank.", "replica rank spare"),
     "spare_ready": _kind("lead", "A spare is warm; `spares` counts the warm ones.", "spares"),
+    "restart": _kind(
+        "lead",
+        "A process is being started in the place of the dead worker `after`; `attempt` counts those that failed there in a row.",
+        "after attempt",
+    ),
     "link_build": _kind("lead", "A link is being built over these members.", "link members"),
     "link_ready": _kind("both", "All members acknowledged the link (lead), or this rank did (rank).", "link members"),
     "heal_start": _kind(

@@ -203,6 +203,8 @@ def one_membership_per_epoch(record: Record) -> tuple[str, bool]:
     dead_at: dict[str, Key] = {}
     fenced: set[tuple[str, int]] = set()
     for event in record.events:
+        if event.event == "run_start":
+            dead_at.clear()  # its processes are others, by the same names
         if event.event == "fenced":
             fenced.add((event.who, event.pid))
         if event.event == "death" and "worker" in event.fields:

@@ -137,7 +137,8 @@ class StepWork:
     def apply(self, total: Total) -> None:
         limit = self._worker.config.optimizer.clip_grad_norm
         clip = min(1.0, limit / (total.grad_norm + 1e-6)) if limit > 0 else 1.0
-        self._worker.engine.apply(total.gradients, clip / total.divisor, self._lr)
+        gradients = [g.to(self._worker.device) for g in total.gradients]
+        self._worker.engine.apply(gradients, clip / total.divisor, self._lr)
 
 
 class Worker:
@@ -266,7 +267,8 @@ class Worker:
         self._links = Links(build, self.config.recovery.link_timeout_s)
         world = ReplicaWorld(str(replica), size, self.config.recovery.step_timeout_s, self._is_broken)
         healing = Healing(
-            replica, rank, self.store, self.control.local_host, self._state, self.config.recovery.heal_timeout_s, self.events
+            replica, rank, self.store, self.control.local_host, self._state, self.config.recovery.heal_timeout_s,
+            self.config.recovery.heal_hold_s, self.events, self.control.wants_heal,
         )
         self._transaction = Transaction(
             self.config.recovery, replica, formation.build, rank, self.worker_id, self.control, self._links, world, healing,
@@ -279,10 +281,12 @@ class Worker:
     def leave(self) -> None:
         """Drop all groups, now: closed sockets are how ranks that still wait for this one learn that it left. A clean state
         is kept for the next formation."""
-        state, links, formation = self._state, self._links, self._formation
+        state, links, formation, transaction = self._state, self._links, self._formation, self._transaction
         self._state = self._transaction = self._links = self._formation = None
         if links:
             links.drop_all()
+        if transaction:
+            transaction.close()
         if state is None or formation is None:
             return
         if state.version is not None:
@@ -428,7 +432,7 @@ class Worker:
     def offload_to_cpu(self, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
         """Bytes freed on this rank's device, by part, their contents being in host memory now; see ``Engine.offload_to_cpu``.
 
-        Whatever is called next brings back what it needs. DeadlineExceeded if a heal that was called off reads the state still.
+        Whatever is called next brings back what it needs.
         """
         if self._transaction is not None:
             self._transaction.settle()

@@ -456,6 +456,19 @@ class RecoveryConfig(Section):
         gt=0,
         description="Deadline to bring one rank to the current step from its peer.",
     )
+    heal_backlog_steps: int = Field(
+        8,
+        ge=0,
+        description="A rank that heals takes part in steps meanwhile and keeps their totals, in host memory, to apply them once it has the "
+        "state. After so many it makes the others wait for it. 0: they wait from the start. Each costs 4 bytes per trained parameter of "
+        "the rank (of its shard).",
+    )
+    heal_hold_s: float = Field(
+        0.05,
+        ge=0,
+        description="How long the source of a heal waits, before it applies a step, for a heal that may be nearly done; what is not sent "
+        "then is copied aside (on its device if there is room, else in host memory).",
+    )
     reform_timeout_s: float = Field(
         180.0,
         gt=0,

@@ -135,6 +135,11 @@ class Control:
         member = records[-1].view.member_of(worker) if records else None
         return self._lost is not None or (member is not None and member.build == build)
 
+    def wants_heal(self, number: int) -> bool:
+        """Whether the newest view has this heal (False if the coordinator is lost)."""
+        records = self._records
+        return self._lost is None and bool(records) and any(h.number == number for h in records[-1].view.heals)
+
     def build_after(self, number: int) -> bool:
         """Whether a newer link build was ordered, which makes build ``number`` obsolete, or the coordinator is lost."""
         return self._lost is not None or self._last_build > number
@@ -167,6 +172,9 @@ class Control:
 
     def link_failed(self, link_id: str, cause: str, void: bool) -> None:
         self._send({"type": "link_failed", "link_id": link_id, "cause": cause, "void": void})
+
+    def heal_failed(self, number: int, cause: str) -> None:
+        self._send({"type": "heal_failed", "number": number, "cause": cause})
 
     def close(self) -> None:
         """Leave in order: the coordinator is told that this is no death."""

@@ -248,6 +248,8 @@ class Desk:
                 self._event(lambda: self.coordinator.link_ready(worker, message["link_id"]))
             case "link_failed":
                 self._event(lambda: self.coordinator.link_failed(message["link_id"], message["cause"], message["void"]))
+            case "heal_failed":
+                self._event(lambda: self.coordinator.heal_failed(message["number"], message["cause"]))
             case "bye":
                 with self._changed:
                     self._sessions.pop(worker, None)  # it leaves in order; what follows is no death

@@ -188,6 +188,13 @@ EVENTS: dict[str, EventKind] = {
         "replica rank source heal_bytes seconds",
         step=True,
     ),
+    "keep": _kind(
+        "rank",
+        "A rank that heals keeps the committed total of the step, to apply it later; `kept` counts what it keeps by now.",
+        "replica rank kept",
+        step=True,
+        epoch=True,
+    ),
     "join": _kind(
         "lead",
         "Healed replicas take part from the next step on; `members`: all that do, them included.",

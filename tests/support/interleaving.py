@@ -37,7 +37,7 @@ from everstep.telemetry import history
 from everstep.telemetry.events import Event
 
 LIMIT = 6000  # actions; a schedule of these sizes that takes more goes in circles
-PIECES = 3    # of a heal
+PIECES = 20   # of a heal: it takes longer than a step, often
 QUARANTINE_AFTER = 2  # deaths
 
 

@@ -261,7 +261,7 @@ def _check_recipe(config: Config) -> None:
     rl, warmup = config.rl, config.warmup
     if config.data.format != "prompt":
         raise ConfigError(f"recipe=grpo generates from prompts: set data.format=prompt (it is {config.data.format})")
-    if rl.samples_per_prompt < 2:
+    if rl.samples_per_prompt < 2 and rl.advantage != "reinforce_plus_plus" and rl.lone_completion == "zero":
         raise ConfigError(
             f"rl.samples_per_prompt={rl.samples_per_prompt}: rl.advantage={rl.advantage} compares the completions of "
             "one prompt, and needs at least 2"
@@ -270,6 +270,23 @@ def _check_recipe(config: Config) -> None:
         raise ConfigError(f"warmup.steps={warmup.steps} needs data: set warmup.source, or warmup.steps=0")
     if rl.eval_every and not config.data.eval_source:
         raise ConfigError(f"rl.eval_every={rl.eval_every} needs held-out data: set data.eval_source, or rl.eval_every=0")
+    _check_loss(config)
+
+
+def _check_loss(config: Config) -> None:
+    """Numbers of section ``rl`` that do not go together."""
+    rl = config.rl
+    if rl.clip_low > 1:
+        raise ConfigError(f"rl.clip_low={rl.clip_low} must lie in 0..1")
+    if rl.dual_clip is not None and rl.dual_clip <= 1 + rl.clip_high:
+        raise ConfigError(f"rl.dual_clip={rl.dual_clip} must be greater than 1 + rl.clip_high = {1 + rl.clip_high}, or null")
+    if rl.kl_coef == 0 and (rl.kl_target or rl.kl_in == "reward"):
+        key = f"rl.kl_target={rl.kl_target}" if rl.kl_target else "rl.kl_in=reward"
+        raise ConfigError(f"{key} has no effect with rl.kl_coef=0, which keeps no reference model; set rl.kl_coef, or leave it out")
+    if rl.importance.lower is not None and rl.importance.lower >= rl.importance.upper:
+        raise ConfigError(
+            f"rl.importance.lower={rl.importance.lower} must be below rl.importance.upper={rl.importance.upper}, or null"
+        )
 
 
 def _check_offload(config: Config) -> None:

@@ -2,18 +2,18 @@
 
 Units are part of the names: ``_s`` seconds, ``_tokens`` tokens, ``samples_per_step`` samples. A default
 belongs here and nowhere else. Fields exist only once something obeys them. Files and overrides become a tree
-in ``load.py``, combinations are checked in ``check.py``, sizes that follow are computed in ``derive.py``.
+in ``load.py``, combinations are checked in ``check.py``, sizes that follow are computed in ``derive.py``. The
+sections of reinforcement learning are in ``rl_schema.py``.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+from everstep.config.rl_schema import RewardConfig, RlConfig, RolloutConfig, WarmupConfig
+from everstep.config.section import Section
 
 
 class ModelConfig(Section):
@@ -240,95 +240,6 @@ class SftConfig(Section):
     eval_samples: int = Field(128, ge=1, description="Samples of one evaluation (the first ones of the held-out data).")
 
 
-class WarmupConfig(Section):
-    """A short SFT phase before reinforcement learning, in the same run, through the same step transaction."""
-
-    steps: int = Field(0, ge=0, description="Optimizer steps of SFT before RL; 0: none.")
-    samples_per_step: int = Field(32, ge=1, description="Samples of one warm-up step.")
-    lr: float = Field(1e-3, gt=0, description="Learning rate of the warm-up (constant).")
-    source: str | None = Field(
-        None,
-        description="Data of the warm-up, as data.source with data.format=chat or prompt+completion.",
-    )
-    source_args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Keyword arguments of the warm-up source.",
-    )
-
-
-class RlConfig(Section):
-    iterations: int = Field(100, ge=1, description="RL iterations: rollout, reward, advantages, update.")
-    prompts_per_step: int = Field(16, ge=1, description="Prompts per iteration, over all replicas.")
-    samples_per_prompt: int = Field(8, ge=1, description="Completions per prompt (the group of GRPO).")
-    passes: int = Field(1, ge=1, description="Passes over an iteration's samples.")
-    updates_per_pass: int = Field(
-        1,
-        ge=1,
-        description="Optimizer steps per pass; must divide prompts_per_step*samples_per_prompt.",
-    )
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(
-        "grpo",
-        description="Advantage estimator: GRPO (group mean and std), Dr.GRPO (group mean only), RLOO (leave-one-out mean).",
-    )
-    advantage_eps: float = Field(
-        1e-6,
-        gt=0,
-        description="Added to the group's std (GRPO); verl 1e-6, TRL 1e-4.",
-    )
-    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = Field(
-        "token-mean", description="How token losses become one number; denominators are global over the step."
-    )
-    clip_low: float = Field(0.2, ge=0, description="PPO clip range below 1.")
-    clip_high: float = Field(0.2, ge=0, description="PPO clip range above 1 (larger: clip-higher).")
-    dual_clip: float | None = Field(
-        3.0,
-        gt=1,
-        description="Dual-clip constant for negative advantages; null: off.",
-    )
-    kl_coef: float = Field(
-        0.0,
-        ge=0,
-        description="Coefficient of KL to the reference model in the loss; 0: no reference model is kept.",
-    )
-    kl_kind: Literal["k1", "k2", "k3"] = Field(
-        "k3",
-        description="KL estimator (Schulman): k1 log-ratio, k2 half square, k3 unbiased positive.",
-    )
-    entropy_coef: float = Field(0.0, ge=0, description="Entropy bonus.")
-    eval_every: int = Field(
-        0,
-        ge=0,
-        description="Iterations between evaluations on data.eval_source; 0: only before the first and after the last.",
-    )
-
-
-class RolloutConfig(Section):
-    engine: Literal["transformers"] = Field("transformers", description="Generation engine.")
-    temperature: float = Field(1.0, gt=0, description="Sampling temperature.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling mass.")
-    top_k: int = Field(0, ge=0, description="Sample among the k likeliest tokens; 0: all.")
-    max_response_tokens: int = Field(256, ge=1, description="Longest completion in tokens.")
-    samples_per_batch: int = Field(64, ge=1, description="Sequences generated together by one rank.")
-    eval_temperature: float = Field(0.0, ge=0, description="Temperature of evaluation; 0: greedy.")
-    eval_samples: int = Field(
-        128,
-        ge=1,
-        description="Prompts of one evaluation (the first ones of the held-out data).",
-    )
-
-
-class RewardConfig(Section):
-    function: str | None = Field(
-        None,
-        description="`module:function(prompt, completion, record) -> float`, or a name of "
-        "everstep.rl.rewards; default: the task's own scorer for reasoning_gym sources.",
-    )
-    args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Keyword arguments bound to the reward function.",
-    )
-
-
 class TrainConfig(Section):
     micro_batch_size: int | None = Field(
         None,
@@ -518,6 +429,13 @@ class TelemetryConfig(Section):
         description="Progress display: `rich` live table, `plain` one line per step; auto: rich on a terminal.",
     )
     show_completions: int = Field(1, ge=0, description="Completions printed per RL iteration.")
+    dashboard: bool = Field(
+        False,
+        description="Serve the dashboard of this run while it lasts, from a process of its own; its address is printed, and in `everstep "
+        "status`.",
+    )
+    dashboard_host: str = Field("127.0.0.1", description="Address that telemetry.dashboard listens on; 0.0.0.0: everybody who can reach this machine.")
+    dashboard_port: int = Field(0, ge=0, le=65535, description="Port of telemetry.dashboard; 0: a free one.")
 
 
 class RayConfig(Section):

@@ -16,12 +16,11 @@ import torch
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
 from everstep.data import SampleStream, pass_order
-from everstep.engine.loss import LossSpec
 from everstep.errors import BadInput
 from everstep.recipes import sft
 from everstep.recipes.run import Run, Stopwatch, step_metrics
 from everstep.recipes.schedule import learning_rate
-from everstep.rl import advantages
+from everstep.rl import credit
 from everstep.rl.rewards import resolve, score
 from everstep.rl.rollout import Sampling, repeat_prompts
 from everstep.telemetry.console import Completion
@@ -31,16 +30,17 @@ def train(run: Run) -> None:
     config, group, rl = run.config, run.group, run.config.rl
     reward = resolve(config.reward, config.data.source, config.data.source_args)
     prompts = SampleStream(len(run.data.train), config.seed, config.data.shuffle)
-    iteration, has_reference = 0, False
+    iteration, has_reference, kl_coef = 0, False, rl.kl_coef
     if run.state:
         prompts.load_state_dict(run.state["prompts"])
         iteration, has_reference = int(run.state["iteration"]), bool(run.state["reference"])
+        kl_coef = float(run.state["kl_coef"]) if rl.kl_target else rl.kl_coef
         if iteration and rl.kl_coef > 0 and not has_reference:
             raise BadInput(
                 f"rl.kl_coef={rl.kl_coef}: the checkpoint has no reference model, because rl.kl_coef was 0 when the run began; "
                 "resume with rl.kl_coef=0, or start a new run from the checkpoint's folder hf"
             )
-    state = lambda: {"prompts": prompts.state_dict(), "iteration": iteration, "reference": has_reference}
+    state = lambda: {"prompts": prompts.state_dict(), "iteration": iteration, "reference": has_reference, "kl_coef": kl_coef}
 
     warm_up(run, state)
     if rl.kl_coef > 0 and iteration == 0:
@@ -67,16 +67,15 @@ def train(run: Run) -> None:
             reference = group.call("mesh", "logprobs", samples, config.rollout.temperature, "reference")
             samples = samples.with_tensors(ref_logprobs=reference["ref_logprobs"])
             watch.lap("ref")
-        if updates > 1:
+        if credit.needs_old_logprobs(rl):
             old = group.call("mesh", "logprobs", samples, config.rollout.temperature)
             samples = samples.with_tensors(old_logprobs=old["logprobs"])
             watch.lap("old_log_prob")
 
-        estimates = advantages.estimate(rl.advantage, scores, samples.column("group"), rl.advantage_eps)
-        samples = samples.with_tensors(advantages=advantages.spread(estimates, samples["loss_mask"]))
+        samples, credited = credit.assign(samples, scores, rl, kl_coef)
         watch.lap("adv")
 
-        loss = policy_loss(config, on_policy=updates == 1)
+        loss = credit.policy_loss(rl, config.rollout, on_policy=updates == 1, kl_coef=kl_coef)
         batches = [batch for rl_pass in range(rl.passes) for batch in mini_batches(samples, config, iteration, rl_pass)]
         for update, batch in enumerate(batches, 1):
             lr = learning_rate(config.optimizer, group.committed_step + 1 - config.warmup.steps, rl.iterations * updates)
@@ -84,9 +83,10 @@ def train(run: Run) -> None:
             if update < updates:  # the last one is logged with the iteration, below
                 run.log(result.step, step_metrics(result, "actor"))
         prompts.mark_trained(len(taken))
+        kl_coef = credit.next_kl_coef(samples, rl, kl_coef)  # moves with the iteration's last commit, and is saved with it
         watch.lap("update_actor")
 
-        metrics = step_metrics(result, "actor") | rollout_metrics(samples, scores, config)
+        metrics = step_metrics(result, "actor") | credited | rollout_metrics(samples, config)
         metrics |= {"training/iteration": float(iteration), "training/pass": prompts.trained / prompts.size}
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / watch.total
         metrics["timing_s/step"] = watch.total
@@ -120,17 +120,6 @@ def warm_up(run: Run, state: Callable[[], dict[str, Any]]) -> None:
         run.save_if_due(state)
 
 
-def policy_loss(config: Config, on_policy: bool) -> LossSpec:
-    rl = config.rl
-    return LossSpec(
-        "everstep.rl.losses:policy_loss",
-        dict(
-            clip_low=rl.clip_low, clip_high=rl.clip_high, dual_clip=rl.dual_clip, kl_coef=rl.kl_coef, kl_kind=rl.kl_kind,
-            entropy_coef=rl.entropy_coef, aggregation=rl.loss_aggregation, on_policy=on_policy,
-        ),
-    )
-
-
 def mini_batches(samples: TrainingBatch, config: Config, iteration: int, rl_pass: int) -> list[TrainingBatch]:
     """The optimizer steps of one pass over an iteration's samples, in an order that the seed fixes.
 
@@ -153,16 +142,9 @@ def evaluate(run: Run, reward: Any) -> float:
     return sum(s >= 1.0 for s in scores) / len(scores)
 
 
-def rollout_metrics(samples: TrainingBatch, scores: torch.Tensor, config: Config) -> dict[str, float]:
+def rollout_metrics(samples: TrainingBatch, config: Config) -> dict[str, float]:
     lengths = samples["loss_mask"].sum(dim=1)
-    advantage = samples["advantages"][samples["loss_mask"] > 0]
     return {
-        "critic/score/mean": float(scores.mean()),
-        "critic/score/max": float(scores.max()),
-        "critic/score/min": float(scores.min()),
-        "critic/advantages/mean": float(advantage.mean()),
-        "critic/advantages/max": float(advantage.max()),
-        "critic/advantages/min": float(advantage.min()),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),

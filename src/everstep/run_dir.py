@@ -23,6 +23,7 @@ OWN_ENTRIES = (
     "configs",
     "checkpoints",
     "commits.log",
+    "control.json",
     "logs",
     "events",
     "tensorboard",

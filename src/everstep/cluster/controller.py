@@ -22,8 +22,10 @@ from everstep.checkpoint.saving import SavedRun
 from everstep.checkpoint.sharded import Shard
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.dispatch import get_dispatch, ranks_of
+from everstep.cluster.endpoint import Endpoint
 from everstep.cluster.group import StepResult
-from everstep.cluster.host import Host, ProcessEnded, WorkerSpec
+from everstep.cluster.host import Host, ProcessEnded, WorkerInfo, WorkerSpec
+from everstep.cluster.leaving import Leaving
 from everstep.cluster.owed import Owed
 from everstep.cluster.refill import Refill
 from everstep.cluster.repair import Repair
@@ -98,6 +100,8 @@ class Controller:
         self._started, self._starting = 0, threading.Lock()  # workers so far
         self._held_since: float | None = None  # fewer members than recovery.min_replicas, by what was seen last
         self._served: set[str] = set()  # workers that have taken part in a commit
+        self.leaving = Leaving(self)
+        self._endpoint: Endpoint | None = None
         self._store: dist.Store | None = None
         self._injector: FaultInjector | None = None
         self._relays: dict[str, Relay] = {}
@@ -123,7 +127,7 @@ class Controller:
         token = secrets.token_hex(16)
         listener = Listener(
             self._place_of, self._phase_entered, self._worker_died, self._recorded, self._answered,
-            lambda worker: self._injector is not None and self._injector.struck(worker),
+            lambda worker: self._injector is not None and self._injector.struck(worker), self.leaving.tell,
         )
         self._server = CoordinatorServer(
             coordinator, log, self._events, listener, token, recovery.silence_s, 2 * recovery.link_timeout_s, host,
@@ -156,6 +160,7 @@ class Controller:
         if failed:
             raise NotEnoughReplicas("; ".join(f"worker {w} could not start: {cause}" for w, cause in sorted(failed.items())))
         self._server.open(members)
+        self._endpoint = Endpoint(self._run_dir.path, host, {"drain": self.leaving.drain, "draining": self.leaving.remaining})
 
     def _start_workers(self, host: str, port: int, token: str) -> list[str]:
         """All ranks, replica after replica, then the spares."""
@@ -191,6 +196,8 @@ class Controller:
                 last_first.callback(self._repair.close)
             if self._refill:
                 last_first.callback(self._refill.close)
+            if self._endpoint:
+                last_first.callback(self._endpoint.close)
             if self._server:
                 last_first.callback(self._server.close)
             self._store = None
@@ -202,6 +209,10 @@ class Controller:
         return self.server.coordinator.committed
 
     @property
+    def dealt_replicas(self) -> int:
+        return self.server.coordinator.dealt
+
+    @property
     def server(self) -> CoordinatorServer:
         assert self._server is not None
         return self._server
@@ -210,6 +221,7 @@ class Controller:
         start, sent = time.monotonic(), 0
         while True:
             self._check_alive()
+            self.leaving.at_a_boundary()
             self._prepare_faults(self.committed_step + 1)
             view = self.server.coordinator.view
             ranks = ranks_of(self.layout, view.contributors)
@@ -270,8 +282,9 @@ class Controller:
         share = _Sharing(self._host)
         shared = self._host.slots([[share(micro) for micro in slot] for slot in slots])
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + share.nbytes, self.dispatch_seconds + share.seconds
+        self.leaving.at_a_boundary()
         self._prepare_faults(step)
-        self.server.begin(step, sample_ids(slots))
+        self.server.begin(step, sample_ids(slots), lr)
         if self._injector:
             self._injector.begins(step)
         coordinator = self.server.coordinator
@@ -415,7 +428,9 @@ class Controller:
         """Whether a replica is about to come back."""
         coordinator = self.server.coordinator
         repairing = self._repair and self._repair.hopeful(list(self.server.dead))
-        starting = self._refill and any(self._host.has_place(worker) for worker in self._refill.pending)
+        starting = self._refill and any(
+            self._host.has_place(worker) and self._host.infos[worker].node_id not in self.leaving.nodes for worker in self._refill.pending
+        )
         joining = coordinator.build and coordinator.build.joiner
         return bool(repairing or starting or joining or coordinator.waiting)
 
@@ -515,16 +530,51 @@ class Controller:
     def announce(self, member: Member) -> None:
         self.server.joiner(member)
 
+    def retire(self, worker: str) -> None:
+        self.server.retire(worker, "planned leave")
+        self._host.end(worker)
+
     def replace(self, worker: str) -> None:
-        if self._refill:
+        """But for a single process that was told to leave: its device may be why."""
+        alone = worker in self.leaving.workers and self._host.infos[worker].node_id not in self.leaving.nodes
+        if self._refill and not alone:
             self._refill.replace(worker)
+
+    # -- what planned leaves need (everstep.cluster.leaving.Roster) -----------------------------------------------------------------
+
+    def place(self, worker: str) -> tuple[int, int]:
+        return self._place_of(worker)
+
+    def living(self) -> dict[str, WorkerInfo]:
+        dead = self.server.dead
+        return {worker: info for worker, info in dict(self._host.infos).items() if worker not in dead}
+
+    def takes_part(self, replica: int) -> bool:
+        return self.server.coordinator.view.member(replica) is not None
+
+    def is_busy(self) -> bool:
+        """Or a replica heals, or is about to."""
+        coordinator = self.server.coordinator
+        joining = coordinator.waiting or (coordinator.build and coordinator.build.joiner) or coordinator.view.heals
+        return bool(joining or (self._repair and self._repair.hopeful(list(self.server.dead))))
+
+    def let_go(self, replica: int, cause: str, spares: int) -> bool:
+        return self.server.leave(replica, cause, replaceable=spares >= 0)
+
+    def replace_living(self, workers: list[str]) -> None:
+        assert self._repair is not None
+        for worker in workers:
+            self._repair.worker_leaves(worker)
+
+    def idle_spares(self) -> list[str]:
+        return [w for w in (self._repair.spares if self._repair else []) if w not in self.leaving.workers]
 
     # -- what refilling needs (everstep.cluster.refill.Starter) ---------------------------------------------------------------------
 
     def start_in_place_of(self, worker: str) -> str:
         with self._starting:
             number, self._started = self._started, self._started + 1
-        self._host.add(self._spec(f"w{number}"), worker)
+        self._host.add(self._spec(f"w{number}"), worker, self.leaving.nodes)
         return f"w{number}"
 
     def spare_is_ready(self, worker: str, after: str) -> None:

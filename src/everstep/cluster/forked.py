@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from everstep.cluster import environment
 from everstep.cluster.batch import TrainingBatch
-from everstep.cluster.host import ProcessEnded, WorkerInfo, WorkerSpec, make_worker
+from everstep.cluster.host import NoRoom, ProcessEnded, WorkerInfo, WorkerSpec, make_worker
 from everstep.cluster.namespaces import Bridge, Plug
 from everstep.cluster.processes import ProcessWatch, die_with_parent
 from everstep.cluster.slots import ListSlots
@@ -168,7 +168,9 @@ class ForkedHost:
         for spec in specs:
             self._await_start(spec, end)
 
-    def add(self, spec: WorkerSpec, instead_of: str) -> None:
+    def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str]) -> None:
+        if socket.gethostname() in avoid:
+            raise NoRoom("all processes of this host are on one machine, and that is being drained")
         self._launch(spec)
         self._await_start(spec, time.monotonic() + _START_S)
         if self._watch:

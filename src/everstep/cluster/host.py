@@ -63,9 +63,9 @@ class Host(Protocol):
     def start(self, specs: Sequence[WorkerSpec]) -> None:
         """One process for each, imports done. Raises BadInput (no room), DeadlineExceeded, or what a worker raised."""
 
-    def add(self, spec: WorkerSpec, instead_of: str) -> None:
+    def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str]) -> None:
         """One more process once the run goes on: where the dead worker ``instead_of`` was, if that machine lives, else wherever there
-        is room. Returns when it is ready; called on threads of its own. Raises NoRoom if there was none for some time, or another
+        is room, but not on the nodes (ids) to ``avoid``. Returns when it is ready; called on threads of its own. Raises NoRoom if there was none for some time, or another
         EverstepError."""
 
     def has_place(self, worker: str) -> bool:
@@ -110,6 +110,7 @@ def make_worker(spec: WorkerSpec) -> Worker:
     import torch
 
     from everstep.cluster.device import choose_device
+    from everstep.cluster.preemption import Notices
     from everstep.cluster.worker import Worker
     from everstep.engine import cpu
     from everstep.engine.groups import NCCL_ENVIRONMENT
@@ -126,6 +127,7 @@ def make_worker(spec: WorkerSpec) -> Worker:
         cpu.apply()
     recovery = spec.config.recovery
     control = Control(spec.coordinator, spec.token, spec.worker_id, recovery.heartbeat_s, fence_s=recovery.fence_s)
+    Notices(recovery.preemption_file, control.leaving)
     events = EventLog(Path(spec.events_dir) / f"{spec.worker_id}.jsonl", spec.worker_id)
     return Worker(spec.config, spec.worker_id, device, control, spec.store, events)
 

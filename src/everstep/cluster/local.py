@@ -145,6 +145,10 @@ class LocalGroup:
         return self._control.latest.view.committed
 
     @property
+    def dealt_replicas(self) -> int:
+        return 1
+
+    @property
     def unfired_faults(self) -> list[str]:
         return self._injector.unfired if self._injector else []
 
@@ -165,7 +169,7 @@ class LocalGroup:
         slots = cut_slots(batch, self.config.train, self.layout.dp)
         if self._server and self._injector:
             self._injector.prepare(step)  # the others wait for this rank before they compute
-            self._server.begin(step, sample_ids(slots))
+            self._server.begin(step, sample_ids(slots), lr)
         report = self._worker.run("train_step", (step, ListSlots(slots), loss, lr, temperature), {})
         reports = self._exchange(report)
         return combine(step, reports, reports[:1], loss, lr, len(slots), self._control.view)

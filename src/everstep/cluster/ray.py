@@ -85,9 +85,9 @@ class RayHost:
         for spec in specs:
             self._await_start(spec, deadline)
 
-    def add(self, spec: WorkerSpec, instead_of: str) -> None:
+    def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str]) -> None:
         where: Any = "SPREAD"  # anywhere: a node that came to the cluster since, or came back
-        there = instead_of in self._bundles and self.has_place(instead_of)
+        there = instead_of in self._bundles and self.has_place(instead_of) and self.infos[instead_of].node_id not in avoid
         if there:
             bundle = self._bundles[spec.worker_id] = self._bundles[instead_of]
             where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
@@ -97,6 +97,9 @@ class RayHost:
         except EverstepError as error:
             _ask_ray(ray.kill, self._actors[spec.worker_id], no_restart=True)  # it may be waiting for room still
             raise (error if there or not isinstance(error, DeadlineExceeded) else NoRoom(str(error))) from None
+        if self.infos[spec.worker_id].node_id in avoid:
+            self.end(spec.worker_id)
+            raise NoRoom(f"Ray had room for worker {spec.worker_id} only on a node that is being drained")
         if self._closed:
             self._end_process(spec.worker_id)
         elif self._watch:

@@ -25,6 +25,9 @@ class Processes(Protocol):
     def confirm_dead(self, worker: str) -> None:
         """Kill the worker's process and return once it is gone. Raises DeadlineExceeded."""
 
+    def retire(self, worker: str) -> None:
+        """End the process of a worker that leaves as planned; returns once it is gone. Raises DeadlineExceeded."""
+
     def form(self, formations: list[tuple[str, Formation]]) -> dict[str, str]:
         """Let workers take their places; returns worker -> cause for those that failed. If any did, the others are called
         off: they live and can form again."""
@@ -63,6 +66,10 @@ class Repair:
         """A process was started in the place of a dead one."""
         self._tell("ready", worker)
 
+    def worker_leaves(self, worker: str) -> None:
+        """A living worker, a spare or of a replica that is out of the view, is to be replaced."""
+        self._tell("leaves", worker)
+
     def _tell(self, what: str, worker: str) -> None:
         with self._lock:
             self._open += 1
@@ -88,9 +95,10 @@ class Repair:
     def _loop(self) -> None:
         while (first := self._queue.get()) is not None and not self._closed:
             happened = [first, *self._more()]
-            dead = {worker for what, worker in happened if what == "died"}
+            dead = {worker for what, worker in happened if what in ("died", "leaves")}
+            leaving = {worker for what, worker in happened if what == "leaves"}
             try:
-                self._handle(dead, [worker for what, worker in happened if what == "ready"])
+                self._handle(dead, leaving, [worker for what, worker in happened if what == "ready"])
             except EverstepError as error:
                 self.failure = self.failure or error  # told to the recipe at its next call; survivors train on until then
             except Exception as error:  # the end of a thread: no death would be repaired any more
@@ -109,10 +117,10 @@ class Repair:
                 more.append(next_one)
         return more
 
-    def _handle(self, dead: set[str], ready: list[str]) -> None:
+    def _handle(self, dead: set[str], leaving: set[str], ready: list[str]) -> None:
         buried = sorted(dead - self._dead)
         for worker in buried:
-            self._processes.confirm_dead(worker)
+            (self._processes.retire if worker in leaving else self._processes.confirm_dead)(worker)
             self._bury(worker)
         for worker in ready:
             if worker not in self._dead:

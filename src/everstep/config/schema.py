@@ -332,6 +332,19 @@ class RecoveryConfig(Section):
         gt=0,
         description="Seconds before the second try to start a process in a place; doubled for each try after it, up to 60 s.",
     )
+    on_resize: str = Field(
+        "keep_batch",
+        description="What a step is while fewer replicas take part than layout.replicas: `keep_batch` the same samples, shared out among "
+        "them, at the same learning rate. Else each replica's part stays as it is, so the batch is smaller, and the learning rate is "
+        "multiplied by the part that is left (`scale_lr_linear`) or its square root (`scale_lr_sqrt`), or is what "
+        "`module:function(lr, dealt, replicas)` returns. Counted are the replicas to which the commit of the step before dealt the step. "
+        "Recipe sft.",
+    )
+    preemption_file: str | None = Field(
+        None,
+        description="When this file appears on a machine, its ranks are replaced between two steps and no process is started there any more "
+        "(launcher ray; looked for every second). SIGTERM does the same to a single process.",
+    )
     heartbeat_s: float = Field(1.0, gt=0, description="Seconds between progress reports of a rank.")
     silence_s: float = Field(
         30.0,

@@ -7,6 +7,7 @@ from typing import Any
 from everstep.cluster.batch import TrainingBatch
 from everstep.data import SampleStream
 from everstep.engine.loss import LossSpec
+from everstep.recipes.resize import step_size
 from everstep.recipes.run import Run, Stopwatch, step_metrics
 from everstep.recipes.schedule import learning_rate
 
@@ -25,9 +26,10 @@ def train(run: Run) -> None:
 
     while group.committed_step < total:
         watch = Stopwatch()
-        batch = data.batch(stream.take(config.sft.samples_per_step))
         lr = learning_rate(config.optimizer, group.committed_step + 1, total)
-        result = group.train_step(batch, LOSS, lr)
+        size = step_size(config, config.sft.samples_per_step, lr, group.dealt_replicas)
+        batch = data.batch(stream.take(size.samples))
+        result = group.train_step(batch, LOSS, size.lr)
         stream.mark_trained(len(batch))
         tokens = sum(batch.token_counts())
         metrics = step_metrics(result, "train") | {

@@ -161,6 +161,11 @@ class Control:
         """This process is about to end itself, and why."""
         self._send({"type": "dying", "cause": cause})
 
+    def leaving(self, cause: str, whole_node: bool) -> None:
+        """This process, or its machine, is about to be taken away, and why."""
+        with contextlib.suppress(Fenced):  # nobody is left to be told
+            self._send({"type": "leaving", "cause": cause, "whole_node": whole_node})
+
     def fault_word(self, number: int, word: str) -> None:
         self._send({"type": "fault", "number": number, "word": word})
 

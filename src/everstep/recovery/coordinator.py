@@ -99,6 +99,7 @@ class Coordinator:
         self.waiting: list[Member] = []      # formed replicas whose link is not being built yet
         self.standbys: dict[tuple[Member, ...], str] = {}  # complete links of those who would survive a death
         self.slots: tuple[tuple[str, ...], ...] = ()  # sample ids of the step in progress, by slot
+        self.dealt = 0                       # to how many replicas the last commit (or the first view) dealt the next step
         self.begun = committed               # last step announced by begin()
         self._standbys_up_to = standbys_up_to if mode is not Mode.WAIT else 0
         self._quarantine_after = quarantine_after
@@ -122,14 +123,18 @@ class Coordinator:
         self.state = State.VOTING
         if self.mode is Mode.WAIT:
             self.min_replicas = len(members)
-        return [self._new_view(tuple(members), (), "start", redeal=True), *self._next_build()]
+        record = self._new_view(tuple(members), (), "start", redeal=True)
+        self.dealt = len(self.view.deal.lives)
+        return [record, *self._next_build()]
 
     def restart_at(self, step: int) -> list[Record]:
         """All members loaded a checkpoint of ``step``: a new view says so. Before the first commit of this incarnation only."""
         if self.begun != self.committed or self.committed != 0:
             raise InvariantViolated(f"cannot restart at step {step}: step {self.begun} has begun")
         self.committed = self.begun = step
-        return [self._new_view(self.view.members, self.view.heals, f"checkpoint of step {step}", redeal=True)]
+        record = self._new_view(self.view.members, self.view.heals, f"checkpoint of step {step}", redeal=True)
+        self.dealt = len(self.view.deal.lives)
+        return [record]
 
     def begin(self, step: int, slots: tuple[tuple[str, ...], ...]) -> None:
         """The step's samples by slot, for its commit record. Steps begin in order, one at a time."""
@@ -180,6 +185,31 @@ class Coordinator:
         elif len(self.view.members) < self.min_replicas:
             self.state = State.HELD
         return [record, *self._next_build()]
+
+    def leave(self, replica: int, cause: str, replaceable: bool) -> list[Record]:
+        """A member leaves between two steps, its ranks alive: nobody has begun the next one, so its slots are dealt anew, and nothing is
+        lost. Has no effect if a step is in progress, if the others could not go on without it (``replaceable``: they can be held for
+        the moment until it is back), or if nobody else holds the state."""
+        member = self.view.member(replica)
+        rest = tuple(m for m in self.view.members if m is not member)
+        enough = len(rest) >= self.min_replicas or replaceable
+        heals = self._still_healing(rest)
+        if member is None or self.begun != self.committed or self.state is not State.VOTING or not enough or len(heals) >= len(rest):
+            return []
+        self._forget_builds(member)
+        record = self._new_view(rest, heals, cause, redeal=True)
+        if len(rest) < self.min_replicas:
+            self.state = State.HELD
+        return [record, *self._next_build()]
+
+    def _forget_builds(self, gone: Member) -> None:
+        """Links with a member that is gone are of no use; a joiner that lives waits for the next build."""
+        if self.build and gone in self.build.members:
+            if self.build.joiner and self.build.joiner is not gone:
+                self.waiting.insert(0, self.build.joiner)
+            self.build = None
+        self.standbys = {members: link for members, link in self.standbys.items() if gone not in members}
+        self._unbuildable.clear()
 
     def joiner(self, member: Member) -> list[Record]:
         """A replica was formed anew and waits to enter."""
@@ -319,7 +349,7 @@ class Coordinator:
             self.standbys[before.members] = before.link_id  # whole and in use until now: it serves if the joiner dies
             epoch, ready = before.epoch.next(), True
         self.view = View(epoch, members, heals, step, link_id, ready, self._deal(members, heals), self._kept_links())
-        self.votes = {}
+        self.votes, self.dealt = {}, len(self.view.deal.lives)
         return self._record(Kind.COMMIT, step=step, epoch=before.epoch, outcome=outcome, samples=samples, dropped=dropped,
                             divisor=vote.divisor, cause=cause)
 

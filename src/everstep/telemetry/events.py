@@ -83,7 +83,7 @@ EVENTS: dict[str, EventKind] = {
     # a step transaction
     "begin": _kind(
         "lead",
-        "A step begins; `samples`: all of its samples, over all members.",
+        "A step begins; `samples`: all of its samples, over all members; `lr`: its learning rate.",
         "members samples",
         step=True,
         epoch=True,
@@ -169,6 +169,8 @@ EVENTS: dict[str, EventKind] = {
     ),
     "spare_used": _kind("lead", "A spare takes the place of a dead rank.", "replica rank spare"),
     "spare_ready": _kind("lead", "A spare is warm; `spares` counts the warm ones.", "spares"),
+    "leave": _kind("lead", "The worker is to leave (drain, preemption notice), between two steps.", "replica rank worker cause"),
+    "retire": _kind("lead", "The worker, which belongs to no member any more, ends; that is no death.", "replica rank worker cause"),
     "restart": _kind(
         "lead",
         "A process is being started in the place of the dead worker `after`; `attempt` counts those that failed there in a row.",

@@ -121,6 +121,10 @@ CORRUPTIONS: list[tuple[str, Callable[[Rows], None], set[int]]] = [
     ("work done twice in one epoch", twice("w0", "compute", 6), {9}),
     ("slots of a living replica were salvaged", put("w0", "compute", 2, slots=[0, 1, 2, 3], salvage=True), {9}),
     ("slots were computed that were dealt to another", put("w0", "compute", 2, slots=[1, 3]), {9}),
+    ("a step is applied to the state of another", drop("w0", "apply", 6), {10}),
+    ("a step is computed with the state of another", lambda rows: pick(rows, "w0", "compute", 6).update(step=8), {10}),
+    ("a step has less than its replicas make", lambda rows: pick(rows, "lead", "begin", 5)["samples"].pop(), {11}),
+    ("a step has another learning rate", put("lead", "begin", 5, lr=1.0), {11}),
     ("slots were salvaged before their owner died", lambda rows: pick(rows, "lead", "death").update(step=4), {9}),
 ]
 

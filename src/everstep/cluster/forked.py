@@ -168,7 +168,7 @@ class ForkedHost:
         for spec in specs:
             self._await_start(spec, end)
 
-    def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str]) -> None:
+    def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str] = ()) -> None:
         if socket.gethostname() in avoid:
             raise NoRoom("all processes of this host are on one machine, and that is being drained")
         self._launch(spec)

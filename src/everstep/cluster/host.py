@@ -12,19 +12,19 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
 from everstep.errors import EverstepError
 
 if TYPE_CHECKING:
-    from everstep.cluster.worker import Life, Slots, Worker
+    from everstep.cluster.worker import Life, Slots
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker process needs to start. ``coordinator`` and ``store``: (host, port)."""
+    """What a worker process needs to start. ``coordinator`` and ``store``: (host, port). ``role``: a rank or spare, or a rollout engine."""
 
     worker_id: str
     config: Config
@@ -33,6 +33,7 @@ class WorkerSpec:
     store: tuple[str, int]
     events_dir: str
     log_path: str
+    role: Literal["rank", "engine"] = "rank"
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,12 @@ class NoRoom(EverstepError):
     """There was no place for one more process, so far."""
 
 
+class Served(Protocol):
+    """What a worker process runs calls on."""
+
+    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], life: Life | None = None) -> Any: ...
+
+
 class Host(Protocol):
     """Workers by their ids. A *pending* is the promise of one call's result: hashable, of whatever kind the host likes."""
 
@@ -63,10 +70,10 @@ class Host(Protocol):
     def start(self, specs: Sequence[WorkerSpec]) -> None:
         """One process for each, imports done. Raises BadInput (no room), DeadlineExceeded, or what a worker raised."""
 
-    def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str]) -> None:
+    def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str] = ()) -> None:
         """One more process once the run goes on: where the dead worker ``instead_of`` was, if that machine lives, else wherever there
-        is room, but not on the nodes (ids) to ``avoid``. Returns when it is ready; called on threads of its own. Raises NoRoom if there was none for some time, or another
-        EverstepError."""
+        is room, but not on the nodes (ids) to ``avoid``. Returns when it is ready; called on threads of its own. Raises NoRoom if there
+        was none for some time, or another EverstepError."""
 
     def has_place(self, worker: str) -> bool:
         """Whether the machine of a dead worker lives, so that ``add`` can start a process there at once."""
@@ -102,7 +109,7 @@ class Host(Protocol):
         """End all processes, whatever state they are in."""
 
 
-def make_worker(spec: WorkerSpec) -> Worker:
+def make_worker(spec: WorkerSpec) -> Served:
     """In the worker's own process: its output goes to its log from now on, its device is ready, its channel connected."""
     _redirect_output(Path(spec.log_path))
     warnings.filterwarnings("ignore", module=r"torch|megatron|transformers")  # advice to developers of those
@@ -111,7 +118,6 @@ def make_worker(spec: WorkerSpec) -> Worker:
 
     from everstep.cluster.device import choose_device
     from everstep.cluster.preemption import Notices
-    from everstep.cluster.worker import Worker
     from everstep.engine import cpu
     from everstep.engine.groups import NCCL_ENVIRONMENT
     from everstep.recovery.control import Control
@@ -127,8 +133,14 @@ def make_worker(spec: WorkerSpec) -> Worker:
         cpu.apply()
     recovery = spec.config.recovery
     control = Control(spec.coordinator, spec.token, spec.worker_id, recovery.heartbeat_s, fence_s=recovery.fence_s)
-    Notices(recovery.preemption_file, control.leaving)
     events = EventLog(Path(spec.events_dir) / f"{spec.worker_id}.jsonl", spec.worker_id)
+    if spec.role == "engine":
+        from everstep.rl.rollout.serving import EngineWorker
+
+        return EngineWorker(spec.config, spec.worker_id, device, control, spec.store, events)
+    from everstep.cluster.worker import Worker
+
+    Notices(recovery.preemption_file, control.leaving)
     return Worker(spec.config, spec.worker_id, device, control, spec.store, events)
 
 

@@ -85,7 +85,7 @@ class RayHost:
         for spec in specs:
             self._await_start(spec, deadline)
 
-    def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str]) -> None:
+    def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str] = ()) -> None:
         where: Any = "SPREAD"  # anywhere: a node that came to the cluster since, or came back
         there = instead_of in self._bundles and self.has_place(instead_of) and self.infos[instead_of].node_id not in avoid
         if there:

@@ -6,14 +6,15 @@ come out whole is a :class:`ConfigError` naming the keys to change.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-from everstep.config.schema import Config, TrainConfig
+from everstep.config.schema import Config, EngineConfig, FusedKernel, TrainConfig
 from everstep.errors import ConfigError
 from everstep.layout import Layout
 
@@ -70,6 +71,35 @@ def refuse_adapted_experts(matrices: Iterable[str]) -> None:
             f"lora.targets: {', '.join(found)} match only matrices of experts, which get no adapters; name others, "
             "such as lora.targets=[qkv,proj]"
         )
+
+
+FUSED_KERNELS: frozenset[str] = frozenset(get_args(FusedKernel))
+_WITH_TRITON = frozenset({"norm", "rope", "swiglu", "logprobs"})
+
+
+def fused_kernels(engine: EngineConfig, cuda: bool) -> frozenset[str]:
+    """The fused kernels that ``engine.fused_kernels`` means, on a CUDA device or not. ConfigError if it names one that cannot be had."""
+    wanted = engine.fused_kernels
+    possible: frozenset[str] = frozenset()
+    if cuda:
+        possible = FUSED_KERNELS if has_triton() else FUSED_KERNELS - _WITH_TRITON
+        if engine.deterministic:
+            possible -= {"attention"}
+    if wanted == "auto":
+        return possible
+    if wanted == "none":
+        return frozenset()
+    if missing := sorted(set(wanted) - possible):
+        why = "triton is not installed" if cuda else "there is no CUDA device"
+        if missing == ["attention"] and cuda:
+            why = "cuDNN's attention is not deterministic, and engine.deterministic=true"
+        raise ConfigError(f"engine.fused_kernels asks for {', '.join(missing)}, but {why}; leave it out, or use auto")
+    return frozenset(wanted)
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def train(run: Run) -> None:
 
         taken = run.data.train.batch(prompts.take(rl.prompts_per_step))
         samples = repeat_prompts(taken, rl.samples_per_prompt)
-        samples = group.call("mesh", "generate", samples, Sampling.for_training(config))
+        samples = group.rollout(samples, Sampling.for_training(config))
         watch.lap("gen")
 
         scores = torch.tensor(group.once(score, reward, samples))
@@ -137,7 +137,7 @@ def evaluate(run: Run, reward: Any) -> float:
     """Share of held-out prompts whose (greedy) completion is right: a reward of at least 1."""
     assert run.data.eval is not None
     prompts = run.data.eval.first(run.config.rollout.eval_samples)
-    answered = run.group.call("mesh", "generate", repeat_prompts(prompts, 1), Sampling.for_evaluation(run.config))
+    answered = run.group.rollout(repeat_prompts(prompts, 1), Sampling.for_evaluation(run.config))
     scores = run.group.once(score, reward, answered)
     return sum(s >= 1.0 for s in scores) / len(scores)
 

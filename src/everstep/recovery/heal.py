@@ -32,7 +32,7 @@ from everstep.errors import DeadlineExceeded, InvariantViolated, LinkBroken
 PIECE_BYTES = 32 << 20
 _POLL_S = 0.05
 _HAS = struct.Struct("!qQ")    # the joiner's version (-1: dirty), and which tensors it has
-_MARK = struct.Struct("!qQQ")  # version, bytes, checksum
+MARK = struct.Struct("!qQQ")  # version, bytes, checksum
 
 
 class State(Protocol):
@@ -226,13 +226,13 @@ def send(stream: HealStream, snapshot: Snapshot) -> Healed:
     has = bytearray(_HAS.size)
     stream.receive_into(memoryview(has))
     if _HAS.unpack(has) == (version, snapshot.fingerprint):
-        stream.send(memoryview(_MARK.pack(version, 0, 0)))
+        stream.send(memoryview(MARK.pack(version, 0, 0)))
         return Healed(0, time.monotonic() - start)
     header = json.dumps({"scalars": snapshot.scalars, "tensors": snapshot.described}).encode()
-    stream.send(memoryview(_MARK.pack(version, len(header), _checksum(memoryview(header)))))
+    stream.send(memoryview(MARK.pack(version, len(header), checksum_of(memoryview(header)))))
     stream.send(memoryview(header))
     for host in snapshot.pieces():
-        stream.send(memoryview(_MARK.pack(version, len(host), _checksum(host))))
+        stream.send(memoryview(MARK.pack(version, len(host), checksum_of(host))))
         stream.send(host)
         nbytes += len(host)
     return Healed(nbytes, time.monotonic() - start)
@@ -246,11 +246,11 @@ def open_state(stream: HealStream, state: State, version: int) -> dict[str, torc
     """
     mine = state.version if state.version is not None else -1
     stream.send(memoryview(_HAS.pack(mine, _fingerprint(state.tensors()))))
-    size, checksum = _receive_mark(stream, version)
+    size, checksum = receive_mark(stream, version)
     if size == 0:
         return None
     header = bytearray(size)
-    _receive_checked(stream, memoryview(header), size, checksum)
+    receive_checked(stream, memoryview(header), size, checksum)
     said = json.loads(bytes(header))
     state.version = None
     state.load_scalars(said["scalars"])  # first: they say whether there is a reference model, and it has tensors
@@ -269,36 +269,36 @@ def receive(stream: HealStream, tensors: Mapping[str, torch.Tensor], version: in
     staging: torch.Tensor | None = None
     side: torch.cuda.Stream | None = None
     for piece in _pieces(tensors):
-        size, checksum = _receive_mark(stream, version)
+        size, checksum = receive_mark(stream, version)
         if piece.is_cuda:
             if staging is None or side is None:
                 staging, side = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Stream(piece.device)
             host = staging[: piece.numel()]
-            _receive_checked(stream, host_bytes(host), size, checksum)
+            receive_checked(stream, host_bytes(host), size, checksum)
             with torch.cuda.stream(side):
                 piece.copy_(host, non_blocking=True)
             side.synchronize()  # then the buffer may be used again
         else:
-            _receive_checked(stream, host_bytes(piece), size, checksum)
+            receive_checked(stream, host_bytes(piece), size, checksum)
         nbytes += size
     return Healed(nbytes, time.monotonic() - start)
 
 
-def _receive_mark(stream: HealStream, version: int) -> tuple[int, int]:
+def receive_mark(stream: HealStream, version: int) -> tuple[int, int]:
     """(bytes, checksum) of what comes next; LinkBroken if it is of another version."""
-    mark = bytearray(_MARK.size)
+    mark = bytearray(MARK.size)
     stream.receive_into(memoryview(mark))
-    sent_version, size, checksum = _MARK.unpack(mark)
+    sent_version, size, checksum = MARK.unpack(mark)
     if sent_version != version:
         raise LinkBroken(f"the source streams version {sent_version}, version {version} was asked for")
     return size, checksum
 
 
-def _receive_checked(stream: HealStream, host: memoryview, expected: int, checksum: int) -> None:
+def receive_checked(stream: HealStream, host: memoryview, expected: int, checksum: int) -> None:
     if len(host) != expected:
         raise LinkBroken(f"a chunk of {expected} bytes came where {len(host)} were expected")
     stream.receive_into(host)
-    if _checksum(host) != checksum:
+    if checksum_of(host) != checksum:
         raise LinkBroken("a chunk arrived damaged: its checksum is wrong")
 
 
@@ -319,5 +319,41 @@ def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
             yield from tensor.detach().view(-1).view(torch.uint8).split(PIECE_BYTES)
 
 
-def _checksum(host: memoryview) -> int:
+def on_host(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
+    """Each piece as host memory: in place on CPU; from a device through two pinned buffers on a side stream, the copy of the
+    next piece running while the caller sends this one. A yielded view is valid until the next but one is asked for."""
+    staged: tuple[torch.Tensor, torch.cuda.Event] | None = None
+    copier: _FromDevice | None = None
+    for piece in _pieces(tensors):
+        if not piece.is_cuda:
+            yield host_bytes(piece)
+            continue
+        copier = copier or _FromDevice(piece.device)
+        following = copier.start(piece)
+        if staged:
+            staged[1].synchronize()
+            yield host_bytes(staged[0])
+        staged = following
+    if staged:
+        staged[1].synchronize()
+        yield host_bytes(staged[0])
+
+
+class _FromDevice:
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.Stream(device)
+        self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._turn = 0
+
+    def start(self, piece: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        host = self._buffers[self._turn][: piece.numel()]
+        self._turn = 1 - self._turn
+        with torch.cuda.stream(self._stream):
+            host.copy_(piece, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return host, event
+
+
+def checksum_of(host: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(host)

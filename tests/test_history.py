@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.runs import SFT, config
 
 from everstep.checkpoint import manifest
+from everstep.config.load import save as save_config
+from everstep.recipes.schedule import learning_rate
 from everstep.telemetry.history import INVARIANTS, check
 
 RECORDED = Path(__file__).parent / "golden" / "history"
@@ -38,6 +41,13 @@ def run(tmp_path):
     partial = manifest.begin(tmp_path / "checkpoints", 12)
     (partial / "state" / "rank-000.safetensors").write_bytes(os.urandom(2000))
     manifest.publish(partial, 12, {}, {"step": 12}, 2)
+    conf = config(SFT, tmp_path, "sft.steps=12", "sft.samples_per_step=8", "layout.replicas=2", "layout.spares=1")
+    (tmp_path / "configs").mkdir()
+    save_config(conf, tmp_path / "configs" / "resolved.yaml")
+    lead = tmp_path / "events" / "lead.jsonl"  # recorded before learning rates were
+    rows = [json.loads(line) for line in lead.read_text().splitlines()]
+    rows = [row | ({"lr": learning_rate(conf.optimizer, row["step"], 12)} if row["event"] == "begin" else {}) for row in rows]
+    lead.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "events" / "e0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in engine_rows()))
     return tmp_path
 

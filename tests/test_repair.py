@@ -328,21 +328,19 @@ def no_room_for(seconds: float) -> type[ForkedHost]:
         def has_place(self, worker: str) -> bool:
             return False
 
-        def add(self, spec, instead_of):
+        def add(self, spec, instead_of, avoid=()):
             self.asked = self.asked or time.monotonic()
             if time.monotonic() - self.asked < seconds:
                 raise NoRoom("no room")
-            super().add(spec, instead_of)
+            super().add(spec, instead_of, avoid)
 
     return Full
 
 
 def test_below_the_minimum_a_run_that_waits_goes_on_when_there_is_room_again(model, tmp_path):
-    case = Case("waits", (kill(4, "vote", 0),), 2, 2, 0, more=(
-        "recovery.min_replicas=2", "recovery.below_minimum=wait", RESTART, "recovery.restart_backoff_s=0.2"))
-    shape = [f"layout.replicas={case.replicas}"]
-    run = finish(config(SFT, tmp_path / "run", *BASE, "sft.steps=24", *shape, "layout.spares=0", f"model.path={model}", *case.more,
-                        f"faults=[{case.faults[0]}]"), host=no_room_for(1.0))
+    waits = ["recovery.min_replicas=2", "recovery.below_minimum=wait", RESTART, "recovery.restart_backoff_s=0.2"]
+    run = finish(config(SFT, tmp_path / "run", *BASE, "sft.steps=24", "layout.replicas=2", "layout.spares=0", f"model.path={model}", *waits,
+                        f"faults=[{kill(4, 'vote', 0)}]"), host=no_room_for(1.0))
     assert_invariants(run, steps=24)
     (death,) = recoveries(run.events)
     assert death.commit_s is not None and death.commit_s > 1.0

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from everstep.cluster.environment import check_user_environment, detect_launcher, inside_torchrun
-from everstep.config import derive
+from everstep.config import derive, semisync
 from everstep.config.schema import Config, Fault
 from everstep.data.functions import check_arguments, load_function
 from everstep.engine.source import ModelShape, describe, resolve
@@ -58,6 +58,7 @@ def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> deriv
     shape = describe(config.model)
     check_model(shape, sizes.layout, config.model.path)
     _check_experts(config, shape, sizes.layout)
+    semisync.check(config, shape)
     _check_data_files(config)
     _check_functions(config)
     return sizes
@@ -217,6 +218,8 @@ def _check_resize(config: Config) -> None:
             raise ConfigError(f"{how} is none of keep_batch, {', '.join(SCALES)}, module:function")
         scale = load_function(recovery.on_resize, "recovery.on_resize")
         check_arguments(scale, 3, {}, recovery.on_resize, "recovery.on_resize", "nothing more")
+    if config.semisync.method != "none":
+        raise ConfigError(f"{how} and semisync.method={config.semisync.method}: rounds have no smaller steps; use keep_batch")
     if config.recipe != "sft":
         raise ConfigError(f"{how} makes smaller steps of recipe=sft alone; use keep_batch with recipe={config.recipe}")
     if recovery.mode == "wait" or recovery.exact:

@@ -15,35 +15,37 @@ LOSS = LossSpec("everstep.rl.losses:sft_loss")
 
 
 def train(run: Run) -> None:
-    """One optimizer step per iteration, over ``sft.samples_per_step`` samples."""
+    """One optimizer step per iteration, over ``sft.samples_per_step`` samples; semi-synchronous, one round of such steps."""
     config, group, data = run.config, run.group, run.data.train
-    total = config.sft.steps
+    total, inner = config.sft.steps, run.inner_steps
     stream = SampleStream(len(data), config.seed, config.data.shuffle)
     if run.state:
         stream.load_state_dict(run.state["stream"])
     state = lambda: {"stream": stream.state_dict()}
-    run.start(total, "step", group.committed_step)
+    run.start(total // inner, "round" if inner > 1 else "step", group.committed_step)
 
-    while group.committed_step < total:
+    while (done := group.committed_step * inner) < total:
         watch = Stopwatch()
-        lr = learning_rate(config.optimizer, group.committed_step + 1, total)
-        size = step_size(config, config.sft.samples_per_step, lr, group.dealt_replicas)
-        batch = data.batch(stream.take(size.samples))
-        result = group.train_step(batch, LOSS, size.lr)
-        stream.mark_trained(len(batch))
-        tokens = sum(batch.token_counts())
-        metrics = step_metrics(result, "train") | {
+        lrs = [learning_rate(config.optimizer, done + i, total) for i in range(1, inner + 1)]
+        sizes = [step_size(config, config.sft.samples_per_step, lr, group.dealt_replicas) for lr in lrs]
+        batches = [data.batch(stream.take(size.samples)) for size in sizes]
+        result = run.train(batches, LOSS, [size.lr for size in sizes])
+        done += inner
+        stream.mark_trained(sum(map(len, batches)))
+        tokens = sum(sum(batch.token_counts()) for batch in batches)
+        metrics = step_metrics(result, "train", inner) | {
             "training/pass": stream.trained / stream.size,
+            "training/inner_step": float(done),
             "perf/total_num_tokens": float(tokens),
             "perf/throughput": tokens / watch.lap("step"),
         }
-        last = result.step == total
-        if run.data.eval and (last or (config.sft.eval_every and result.step % config.sft.eval_every == 0)):
+        every = config.sft.eval_every
+        if run.data.eval and (done == total or (every and done // every > (done - inner) // every)):
             metrics["val/loss"] = held_out_loss(run, run.data.eval.first(config.sft.eval_samples))
             watch.lap("testing")
         run.log(result.step, metrics | watch.seconds, show_at=result.step)
         run.verify_if_due()
-        run.save_if_due(state, last=last)
+        run.save_if_due(state, last=done == total)
 
     run.save_if_due(state, last=True)
 

@@ -40,7 +40,7 @@ from everstep.errors import (
 from everstep.recovery import heal
 from everstep.recovery.control import Control
 from everstep.recovery.healing import Healing, Stage
-from everstep.recovery.ledger import Contribution, Inventory, Ledger, SlotLedger, SumLedger
+from everstep.recovery.ledger import Contribution, Inventory, Ledger
 from everstep.recovery.link import Link, Links
 from everstep.recovery.replica import ReplicaWorld
 from everstep.recovery.view import Epoch, Heal, Kind, Outcome, Record, View, Vote, assign
@@ -81,14 +81,23 @@ class Work(Protocol):
     step: int
     slots: int
 
+    def ledger(self) -> Ledger:
+        """An empty one, for this step."""
+
+    def restart(self) -> None:
+        """A deal was opened: nothing computed so far counts. The state is to be that of the last commit."""
+
     def compute(self, slots: tuple[int, ...]) -> Contribution:
         """Zero the buffers, one forward/backward over these slots, one finalize."""
 
-    def norm(self, gradients: list[torch.Tensor], divisor: float) -> float:
-        """Global gradient norm over the replica (collective inside the replica only)."""
+    def norm(self, gradients: list[torch.Tensor], sums: torch.Tensor) -> float:
+        """Global gradient norm over the replica (collective inside the replica only). ``sums``: of all contributions."""
 
     def apply(self, total: Total) -> None:
         """Local arithmetic, and the inner data-parallel gather of parameters. The total may be in host memory."""
+
+    def skip(self) -> None:
+        """The step is committed as a skip: the state is to be that of the last commit."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,7 @@ class StepReport:
     slots_redone: int  # computed by this replica beyond what it was first dealt
     seconds: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    link_bytes: int = 0  # sent by this rank over the link, in all attempts
 
 
 class Transaction:
@@ -144,7 +154,7 @@ class Transaction:
         is lost), DeadlineExceeded."""
         self._seconds, self._since = {}, time.monotonic()
         self._computed, self._dealt = 0, None
-        ledger: Ledger = SlotLedger() if self._config.exact else SumLedger()
+        ledger, sent_bytes = work.ledger(), self._links.sent_bytes
         attempts = 0
         try:
             while True:
@@ -162,7 +172,7 @@ class Transaction:
                     continue
                 if not self._config.enabled and _is_finite(total):
                     # No death is survived, so the commit needs no waiting for: whoever lacks it resumes from a checkpoint.
-                    return self._finish(work, Outcome.APPLY, total, attempts)
+                    return self._finish(work, Outcome.APPLY, total, attempts, sent_bytes)
                 decision = self._control.after(record.number, self._config.step_timeout_s, f"the commit of step {work.step}")
                 if decision.kind is Kind.HALT:
                     raise Halted(f"step {work.step} was given up: {decision.cause}")
@@ -171,7 +181,7 @@ class Transaction:
                         raise Fenced(
                             f"step {work.step} was committed in epoch {decision.epoch}, this rank holds the total of {total.epoch}"
                         )
-                    return self._finish(work, decision.outcome, total, attempts)
+                    return self._finish(work, decision.outcome, total, attempts, sent_bytes)
                 self._void(record, work.step, decision.cause)
         finally:
             self._enter(Phase.IDLE, work.step)
@@ -235,6 +245,7 @@ class Transaction:
         else:
             self._healing.serve(view)  # in the background, while I compute
         if ledger.open(view.deal.number):
+            work.restart()
             member = view.member(self._replica)
             mine = view.deal.share(member, work.slots) if member else ()
             mine = tuple(slot for slot in mine if slot not in view.quarantined)
@@ -249,7 +260,7 @@ class Transaction:
             self._fill(Phase.SALVAGE, work, view, ledger, share)
         gradients = self._reduce(work, view, ledger, link, inventory, stale)
         divisor = float(inventory.sums[0])
-        norm = work.norm(gradients, divisor) if divisor > 0 else float("nan")
+        norm = work.norm(gradients, inventory.sums) if divisor > 0 else float("nan")
         total = Total(view.epoch, gradients, inventory.sums, norm)
         self._vote(work, view, total, ledger, inventory.held)
         return total
@@ -325,7 +336,7 @@ class Transaction:
         bits = struct.unpack("<q", struct.pack("<d", total.grad_norm))[0]
         self._control.vote(Vote(self._worker, work.step, view.epoch, digest, total.divisor, bits, finite, not self._behind, slots))
 
-    def _finish(self, work: Work, outcome: Outcome, total: Total, attempts: int) -> StepReport:
+    def _finish(self, work: Work, outcome: Outcome, total: Total, attempts: int, sent_bytes: int) -> StepReport:
         self._enter(Phase.APPLY, work.step)
         if self._behind:
             self._kept.append(Kept.of(work, outcome, total))
@@ -335,7 +346,7 @@ class Transaction:
             self._change_state(work, outcome, total)
         self._enter(Phase.IDLE, work.step)
         return StepReport(work.step, outcome, total.sums.tolist(), total.grad_norm, attempts,
-                          self._computed - (self._dealt or 0), dict(self._seconds))
+                          self._computed - (self._dealt or 0), dict(self._seconds), link_bytes=self._links.sent_bytes - sent_bytes)
 
     def _change_state(self, work: Work, outcome: Outcome, total: Total) -> None:
         if outcome is Outcome.APPLY:
@@ -343,6 +354,7 @@ class Transaction:
             work.apply(total)
             self._tell("apply", work.step, total.epoch, divisor=total.divisor)
         else:
+            work.skip()
             self._tell("skip", work.step, total.epoch)
         self._state.version = work.step
 
@@ -363,6 +375,7 @@ class Transaction:
             return
         member = view.member(self._replica)
         must = bool(member and view.deal.share(member, work.slots)) or len(self._kept) >= self._config.heal_backlog_steps
+        must = must or self._state.island  # rounds are long, and begin with the engine where the state is
         stages = self._agree_on_stage(work, one, self._healing.wait(stale) if must else self._healing.stage())
         if all(stage is Stage.DONE for stage in stages):
             self._state.version = one.version
@@ -389,6 +402,8 @@ class Transaction:
             self._control.heal_failed(one.number, self._healing.failure or self._join_failure)
         if min(stages) is Stage.FAILED:
             self._heal = None
+            if self._state.island:  # the next source is another one, and its local weights are not this one's
+                self._state.version = None
             raise LinkBroken(self._healing.failure or self._join_failure or "another rank of this replica was not healed")
         if min(stages) is Stage.OVERTAKEN:
             raise LinkBroken("a newer view came while the heal was waited for")

@@ -16,6 +16,7 @@ from everstep.checkpoint import manifest
 from everstep.config.load import save as save_config
 from everstep.recipes.schedule import learning_rate
 from everstep.telemetry.history import INVARIANTS, check
+from support.checkpoints import entries_of
 
 RECORDED = Path(__file__).parent / "golden" / "history"
 Rows = dict[str, list[dict[str, Any]]]
@@ -40,7 +41,7 @@ def run(tmp_path):
     shutil.copytree(RECORDED, tmp_path / "events", ignore=shutil.ignore_patterns("*.md"))
     partial = manifest.begin(tmp_path / "checkpoints", 12)
     (partial / "state" / "rank-000.safetensors").write_bytes(os.urandom(2000))
-    manifest.publish(partial, 12, {}, {"step": 12}, 2)
+    manifest.publish(partial, 12, {}, {"step": 12}, entries_of(partial))
     conf = config(SFT, tmp_path, "sft.steps=12", "sft.samples_per_step=8", "layout.replicas=2", "layout.spares=1")
     (tmp_path / "configs").mkdir()
     save_config(conf, tmp_path / "configs" / "resolved.yaml")

@@ -183,6 +183,7 @@ def test_nobody_notices_that_memory_moved(ranks: int) -> None:
 
 def test_memory_moves_from_under_a_heal_that_reads_it_and_the_joiner_gets_what_was_there() -> None:
     """The joiner is slow; the source offloads its state, computes, and changes it."""
+    from everstep.config.recovery_schema import RecoveryConfig
     from everstep.recovery.heal import PIECE_BYTES, Snapshot
     from everstep.recovery.healing import Healing
 
@@ -202,7 +203,7 @@ def test_memory_moves_from_under_a_heal_that_reads_it_and_the_joiner_gets_what_w
 
     state, nothing = State(), cast(Any, None)
     before = state.weights.clone()
-    healing = Healing(0, 0, nothing, "", state, 5.0, 0.0, nothing, lambda number: True)
+    healing = Healing(0, 0, nothing, "", state, RecoveryConfig(heal_hold_s=0.0), nothing, lambda number: True)
     snapshot, first, go_on, got = Snapshot(state, 3), threading.Event(), threading.Event(), []
 
     def slow_joiner() -> None:

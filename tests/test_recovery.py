@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.support.processes import run_ranks
 
 from everstep.cluster.repair import Repair
-from everstep.config.schema import RecoveryConfig
+from everstep.config.recovery_schema import RecoveryConfig
 from everstep.errors import BadInput, DeadlineExceeded, InvariantViolated, LinkBroken, WorkerFailed
 from everstep.recovery import heal
 from everstep.recovery.commitlog import CommitLog
@@ -349,10 +349,11 @@ def _half_healed(rank: int, folder: str) -> str:
     store = dist.HashStore()
     state = Numbers(0.0, None, False)
     events = EventLog(Path(folder) / f"w{rank}.jsonl", f"w{rank}")
-    healing = Healing(1, rank, store, "127.0.0.1", state, 10.0, 0.0, events, lambda number: True)
+    config = RecoveryConfig(heal_timeout_s=10.0, heal_hold_s=0.0, heal_backlog_steps=0)
+    healing = Healing(1, rank, store, "127.0.0.1", state, config, events, lambda number: True)
     links = Links(lambda n, r: None, 1.0)  # type: ignore[arg-type,return-value]
     transaction = Transaction(
-        RecoveryConfig(heal_backlog_steps=0), 1, 1, rank, f"1{'ab'[rank]}", control, links, ReplicaWorld("1", 2, 20.0, never), healing,
+        config, 1, 1, rank, f"1{'ab'[rank]}", control, links, ReplicaWorld("1", 2, 20.0, never), healing,
         state, events,
     )
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
-from everstep.config.schema import RecoveryConfig
+from everstep.config.recovery_schema import RecoveryConfig
 from everstep.errors import CoordinatorLost, EverstepError, Fenced, LinkBroken, ReplicaBroken
 from everstep.recovery.control import Control
 from everstep.recovery.coordinator import Coordinator, Mode, State

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
@@ -21,24 +20,21 @@ from everstep.checkpoint import saving
 from everstep.checkpoint.saving import RankOf, SavedRun, Saver, WriterLost
 from everstep.checkpoint.storage import CheckpointError
 from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.crew import Crew
 from everstep.cluster.dispatch import get_dispatch, mesh_of, ranks_of
 from everstep.cluster.endpoint import Endpoint
 from everstep.cluster.group import Role, StepResult
-from everstep.cluster.host import Host, ProcessEnded, Sharing, WorkerInfo, WorkerSpec
+from everstep.cluster.host import Host, ProcessEnded, Sharing, WorkerSpec
 from everstep.cluster.island import Round
-from everstep.cluster.leaving import Leaving
 from everstep.cluster.owed import Owed
-from everstep.cluster.refill import Refill
-from everstep.cluster.repair import Repair
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.slots import cut_round, cut_slots, require_synchronous, sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
-from everstep.cluster.worker import Formation, called_off
+from everstep.cluster.worker import Formation
 from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.engine.loss import LossSpec
 from everstep.errors import (
-    BadInput,
     BelowMinimum,
     CoordinatorLost,
     DeadlineExceeded,
@@ -82,12 +78,7 @@ class Controller:
         self._stage = ""
         self.recipe_state: dict[str, Any] = {}
         self._closed = False
-        self._repair: Repair | None = None
-        self._refill: Refill | None = None
-        self._started, self._starting = 0, threading.Lock()  # workers so far
-        self._held_since: float | None = None  # fewer members than recovery.min_replicas, by what was seen last
-        self._served: set[str] = set()  # workers that have taken part in a commit
-        self.leaving = Leaving(self)
+        self._crew = Crew(config, host, events, lambda: self.server, self._spec, self._struck, self._is_engine)
         self._endpoint: Endpoint | None = None
         self._store: dist.TCPStore | None = None
         self._injector: FaultInjector | None = None
@@ -116,7 +107,7 @@ class Controller:
         token = self._token = secrets.token_hex(16)
         listener = Listener(
             self._place_of, self._phase_entered, self._worker_died, self._recorded, self._answered,
-            self._struck, self.leaving.tell,
+            self._struck, self._crew.leaving.tell,
         )
         self._server = CoordinatorServer(
             coordinator, log, self._events, listener, token, recovery.silence_s, 2 * recovery.link_timeout_s, host,
@@ -134,29 +125,26 @@ class Controller:
             for replica in range(self.layout.replicas)
         ]
         spares = workers[self.layout.world_size :]
-        self._refill = Refill(self, recovery.restart_attempts if recovery.enabled else 0, recovery.restart_backoff_s)
-        self._repair = Repair(self, {m.replica: m for m in members}, spares, lambda: self._reference)
-        for worker in list(self._server.dead):  # it died before there was a repair to be told
-            self._repair.worker_died(worker)
+        self._crew.open(members, spares, lambda: self._reference, self._store)
         if self._pool:
             self._pool.open()
         self._host.watch(lambda worker: self.server.expel(worker, "process ended (pidfd)", ended=True))
         infos = self._host.infos
         target = LaunchedTarget(
             lambda: self.server, self._place_of, self._host.signal, lambda w: f"{infos[w].pid} on {infos[w].host}",
-            lambda: self._repair.spares if self._repair else [], self._relays, self._host.cut,
+            lambda: self._crew.spares, self._relays, self._host.cut,
             lambda number: self._pool.engine_at(number) if self._pool else None,
         )
         self._injector = FaultInjector(config.faults, target, self._events)
         self._events.emit("spare_ready", spares=len(spares))
-        failed = self.form([
+        failed = self._crew.form([
             (worker, Formation(m.replica, rank, 0, m.workers, "weights", False))
             for m in members for rank, worker in enumerate(m.workers)
         ])
         if failed:
             raise NotEnoughReplicas("; ".join(f"worker {w} could not start: {cause}" for w, cause in sorted(failed.items())))
         self._server.open(members)
-        self._endpoint = Endpoint(self._run_dir.path, host, {"drain": self.leaving.drain, "draining": self.leaving.remaining})
+        self._endpoint = Endpoint(self._run_dir.path, host, {"drain": self._crew.leaving.drain, "draining": self._crew.leaving.remaining})
 
     def _start_workers(self, host: str, port: int, token: str) -> list[str]:
         """All ranks, replica after replica, then the spares."""
@@ -166,7 +154,6 @@ class Controller:
             self._relays[workers[index]] = Relay(self._coordinator_address)
         self._store_address = host, port
         self._host.start([self._spec(worker) for worker in workers] + [self._engine_spec(name) for name in engines])
-        self._started = len(workers)
         return workers
 
     def _spec(self, worker: str) -> WorkerSpec:
@@ -197,10 +184,7 @@ class Controller:
                 last_first.callback(relay.close)
             if self._pool:
                 last_first.callback(self._pool.close)
-            if self._repair:
-                last_first.callback(self._repair.close)
-            if self._refill:
-                last_first.callback(self._refill.close)
+            last_first.callback(self._crew.close)
             if self._endpoint:
                 last_first.callback(self._endpoint.close)
             if self._server:
@@ -233,7 +217,7 @@ class Controller:
         start, sent = time.monotonic(), 0
         while True:
             self._check_alive()
-            self.leaving.at_a_boundary()
+            self._crew.leaving.at_a_boundary()
             self._prepare_faults(self.committed_step + 1)
             view = self.server.coordinator.view
             ranks = ranks_of(self.layout, view.contributors)
@@ -351,7 +335,7 @@ class Controller:
         share = Sharing(self._host)
         shared = self._host.slots([[share(micro) for micro in slot] for slot in slots])
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + share.nbytes, self.dispatch_seconds + share.seconds
-        self.leaving.at_a_boundary()
+        self._crew.leaving.at_a_boundary()
         self._prepare_faults(step)
         self.server.begin(step, sample_ids(slots), {"lr": lr} | dict(about or {}))
         if self._injector:
@@ -473,7 +457,7 @@ class Controller:
             "committed_step": coordinator.committed,
             "replicas": list(view.contributors),
             "healing": sorted(view.healing),
-            "spares": len(self._repair.spares) if self._repair else 0,
+            "spares": len(self._crew.spares),
             "deaths": len(self.server.dead),
             "ranks": self.server.whereabouts(),
         }
@@ -493,35 +477,17 @@ class Controller:
             raise NotEnoughReplicas(
                 f"no living replica holds step {coordinator.committed} ({causes}); resume from the last checkpoint with resume=auto"
             )
-        if self._repair and self._repair.failure:
-            raise self._repair.failure
+        if self._crew.failure:
+            raise self._crew.failure
         if coordinator.state is State.HELD and not self.config.recovery.enabled:
             raise NotEnoughReplicas(f"recovery.enabled=false, and a rank died ({causes}); resume from the last checkpoint")
-        if coordinator.state is not State.HELD:
-            self._held_since = None
-            return
-        self._held_since = self._held_since or time.monotonic()
-        if not self._repair_hopeful() and not self._waits_below_minimum(time.monotonic() - self._held_since):
+        if self._crew.has_too_few():
             cause = (
                 f"{len(coordinator.view.members)} replicas live, recovery.min_replicas={self.config.recovery.min_replicas} and no "
                 f"spare is left ({causes})"
             )
             server.halt(cause)
             raise BelowMinimum(f"{cause}; resume with resume=auto when there are devices")
-
-    def _repair_hopeful(self) -> bool:
-        """Whether a replica is about to come back."""
-        coordinator = self.server.coordinator
-        repairing = self._repair and self._repair.hopeful(list(self.server.dead))
-        starting = self._refill and any(
-            self._host.has_place(worker) and self._host.infos[worker].node_id not in self.leaving.nodes for worker in self._refill.pending
-        )
-        joining = coordinator.build and coordinator.build.joiner
-        return bool(repairing or starting or joining or coordinator.waiting)
-
-    def _waits_below_minimum(self, held_s: float) -> bool:
-        recovery = self.config.recovery
-        return recovery.below_minimum == "wait" and held_s < recovery.below_minimum_wait_s
 
     def _is_death(self, worker: str, member: Member, error: ProcessEnded | EverstepError) -> bool:
         """Whether this error tells of a death (the worker's own, or one in its replica) rather than of a failed call.
@@ -546,8 +512,8 @@ class Controller:
         if self._pool and self._pool.knows(worker):
             self._pool.died(worker, cause, self._struck(worker))
             return
-        if self._repair and not self._closed:
-            self._repair.worker_died(worker)
+        if not self._closed:
+            self._crew.died(worker)
 
     def _phase_entered(self, worker: str, step: int, phase: str) -> None:
         if self._injector:
@@ -555,7 +521,7 @@ class Controller:
 
     def _recorded(self, record: Record) -> None:
         if record.kind is Kind.COMMIT:
-            self._served |= record.view.workers
+            self._crew.served |= record.view.workers
             if self._injector:
                 self._injector.on_commit(record.step)
         self._on_record(record)
@@ -569,119 +535,21 @@ class Controller:
             self._injector.prepare(step)
 
     def _place_of(self, worker: str) -> tuple[int, int]:
-        if self._pool and self._pool.knows(worker):
+        if self._pool and self._is_engine(worker):
             return ENGINES, self._pool.number_of(worker)
-        return self._repair.place(worker) if self._repair else (-1, -1)
+        return self._crew.place(worker)
+
+    def _is_engine(self, worker: str) -> bool:
+        return self._pool is not None and self._pool.knows(worker)
 
     @property
     def unfired_faults(self) -> list[str]:
         return self._injector.unfired if self._injector else []
 
-    # -- what repair needs (everstep.cluster.repair.Processes) ---------------------------------------------------------------------
-
-    def confirm_dead(self, worker: str) -> None:
-        self._host.end(worker)
-        replica, rank = self._place_of(worker)
-        self._events.emit("expel", replica=replica, rank=rank, worker=worker, cause=self.server.dead.get(worker, "repair"))
-
-    def form(self, formations: list[tuple[str, Formation]]) -> dict[str, str]:
-        calls = {self._host.submit(worker, None, "form", formation): worker for worker, formation in formations}
-        lives = {formation.life for _, formation in formations}
-        failed: dict[str, str] = {}
-        broken: dict[str, str] = {}  # alive, but without all others
-        end = time.monotonic() + self.config.recovery.reform_timeout_s
-        while calls:
-            for call in self._host.wait(calls, _POLL_S):
-                worker = calls.pop(call)
-                try:
-                    self._host.result(call, worker, "form")
-                except BadInput:
-                    raise
-                except ReplicaBroken as error:
-                    broken[worker] = str(error)
-                except (ProcessEnded, EverstepError) as error:
-                    failed[worker] = str(error)
-            for call in [c for c, worker in calls.items() if worker in self.server.dead]:
-                worker = calls.pop(call)
-                failed[worker] = self.server.dead[worker]
-            if self._closed:
-                raise Fenced("the group was closed while a replica was being formed")
-            if failed and lives:
-                assert self._store is not None
-                for life in lives:
-                    self._store.set(called_off(life), "1")
-                lives = set()
-                end = min(end, time.monotonic() + _CALL_OFF_S)
-            if calls and time.monotonic() > end:
-                reason = f"not formed in {self.config.recovery.reform_timeout_s:g} s (recovery.reform_timeout_s)"
-                return failed | {worker: reason for worker in calls.values()}
-        return failed or broken
+    # -- what the rollout pool needs (everstep.rl.rollout.pool.Processes) ----------------------------------------------------------
 
     def expel(self, worker: str, cause: str) -> None:
         self.server.expel(worker, cause)
-
-    def announce(self, member: Member) -> None:
-        self.server.joiner(member)
-
-    def retire(self, worker: str) -> None:
-        self.server.retire(worker, "planned leave")
-        self._host.end(worker)
-
-    def replace(self, worker: str) -> None:
-        """But for a single process that was told to leave: its device may be why."""
-        alone = worker in self.leaving.workers and self._host.infos[worker].node_id not in self.leaving.nodes
-        if self._refill and not alone:
-            self._refill.replace(worker)
-
-    # -- what planned leaves need (everstep.cluster.leaving.Roster) -----------------------------------------------------------------
-
-    def place(self, worker: str) -> tuple[int, int]:
-        return self._place_of(worker)
-
-    def living(self) -> dict[str, WorkerInfo]:
-        """Ranks and spares. A rollout engine that is taken away is a death like any other: the pool loses nothing by it."""
-        out = lambda worker: worker in self.server.dead or (self._pool is not None and self._pool.knows(worker))
-        return {worker: info for worker, info in dict(self._host.infos).items() if not out(worker)}
-
-    def takes_part(self, replica: int) -> bool:
-        return self.server.coordinator.view.member(replica) is not None
-
-    def is_busy(self) -> bool:
-        """Or a replica heals, or is about to."""
-        coordinator = self.server.coordinator
-        joining = coordinator.waiting or (coordinator.build and coordinator.build.joiner) or coordinator.view.heals
-        return bool(joining or (self._repair and self._repair.hopeful(list(self.server.dead))))
-
-    def let_go(self, replica: int, cause: str, spares: int) -> bool:
-        return self.server.leave(replica, cause, replaceable=spares >= 0)
-
-    def replace_living(self, workers: list[str]) -> None:
-        assert self._repair is not None
-        for worker in workers:
-            self._repair.worker_leaves(worker)
-
-    def idle_spares(self) -> list[str]:
-        return [w for w in (self._repair.spares if self._repair else []) if w not in self.leaving.workers]
-
-    # -- what refilling needs (everstep.cluster.refill.Starter) ---------------------------------------------------------------------
-
-    def start_in_place_of(self, worker: str) -> str:
-        with self._starting:
-            number, self._started = self._started, self._started + 1
-        self._host.add(self._spec(f"w{number}"), worker, self.leaving.nodes)
-        return f"w{number}"
-
-    def spare_is_ready(self, worker: str, after: str) -> None:
-        assert self._repair is not None
-        self._repair.spare_is_ready(worker)
-
-    def was_of_use(self, worker: str) -> bool:
-        return worker in self._served or (self._injector is not None and self._injector.struck(worker))
-
-    def note(self, event: str, **fields: Any) -> None:
-        self._events.emit(event, **fields)
-
-    # -- what the rollout pool needs (everstep.rl.rollout.pool.Processes) ----------------------------------------------------------
 
     def start_engine(self, name: str, instead_of: str) -> None:
         self._host.add(self._engine_spec(name), instead_of)

@@ -251,19 +251,15 @@ class Worker:
             for name, tensor in self._state.tensors(frozen=True).items():
                 tensor.copy_(kept.tensors[name])
             self._state.version = kept.version
-        replica, rank = formation.replica, formation.rank
+        replica, rank, recovery, control = formation.replica, formation.rank, self.config.recovery, self.control
         build: Callable[[str, Any], Link] = lambda name, replicas: Link(
-            name, replicas, replica, rank, self._open_store(), self.device, self.config.recovery.link_timeout_s
+            name, replicas, replica, rank, self._open_store(), self.device, recovery.link_timeout_s
         )
-        self._links = Links(build, self.config.recovery.link_timeout_s)
-        world = ReplicaWorld(str(replica), size, self.config.recovery.step_timeout_s, self._is_broken)
-        healing = Healing(
-            replica, rank, self.store, self.control.local_host, self._state, self.config.recovery.heal_timeout_s,
-            self.config.recovery.heal_hold_s, self.events, self.control.wants_heal,
-        )
+        self._links = Links(build, recovery.link_timeout_s)
+        world = ReplicaWorld(str(replica), size, recovery.step_timeout_s, self._is_broken)
+        healing = Healing(replica, rank, self.store, control.local_host, self._state, recovery, self.events, control.wants_heal)
         self._transaction = Transaction(
-            self.config.recovery, replica, formation.build, rank, self.worker_id, self.control, self._links, world, healing,
-            self._state, self.events,
+            recovery, replica, formation.build, rank, self.worker_id, control, self._links, world, healing, self._state, self.events
         )
         self.events.emit("form", epoch=self.control.epoch.key, replica=replica, rank=rank, build=formation.build, world_size=size)
         how = formation.start if formation.start == "peer" else self.config.model.init

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from everstep.config.recovery_schema import RecoveryConfig
 from everstep.errors import DeadlineExceeded, EverstepError
 from everstep.recovery import heal
 from everstep.recovery.view import Heal, View
@@ -39,15 +40,15 @@ class _Receiver:
 
 
 class Healing:
-    """``host``: the address of this machine that the others can reach. ``wanted(number)``: whether the newest view has this heal.
-    ``hold_s``: how long a change of the state may wait for a heal that is nearly done, before what it lacks is copied aside."""
+    """``host``: the address of this machine that the others can reach. ``wanted(number)``: whether the newest view has this heal."""
 
     def __init__(
-        self, replica: int, rank: int, store: dist.Store, host: str, state: heal.State, timeout_s: float, hold_s: float, events: EventLog,
+        self, replica: int, rank: int, store: dist.Store, host: str, state: heal.State, config: RecoveryConfig, events: EventLog,
         wanted: Callable[[int], bool],
     ):
         self._replica, self._rank, self._store, self._host = replica, rank, store, host
-        self._state, self._timeout_s, self._hold_s, self._events, self._wanted = state, timeout_s, hold_s, events, wanted
+        self._state, self._timeout_s, self._hold_s = state, config.heal_timeout_s, config.heal_hold_s
+        self._events, self._wanted = events, wanted
         self._senders: dict[int, tuple[threading.Thread, heal.Snapshot]] = {}  # by the heal's number
         self._receiver: _Receiver | None = None
         self._closed = False

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
-from everstep.config.schema import RecoveryConfig
+from everstep.config.recovery_schema import RecoveryConfig
 from everstep.errors import (
     DeadlineExceeded,
     Fenced,

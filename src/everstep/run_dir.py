@@ -25,6 +25,7 @@ OWN_ENTRIES = (
     "checkpoints",
     "commits.log",
     "controller.json",
+    "control.json",
     "logs",
     "events",
     "tensorboard",

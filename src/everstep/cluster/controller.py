@@ -22,14 +22,14 @@ from everstep.checkpoint.saving import RankOf, SavedRun, Saver, WriterLost
 from everstep.checkpoint.storage import CheckpointError
 from everstep.cluster import takeover
 from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.crew import Crew
 from everstep.cluster.dispatch import get_dispatch, mesh_of, ranks_of
+from everstep.cluster.endpoint import Endpoint
 from everstep.cluster.formation import Formation
-from everstep.cluster.forming import form
 from everstep.cluster.group import Role, StepResult
 from everstep.cluster.host import Host, ProcessEnded, Sharing, WorkerSpec
 from everstep.cluster.island import Round
-from everstep.cluster.owed import POLL_S, Owed, gather
-from everstep.cluster.repair import Repair
+from everstep.cluster.owed import POLL_S, Owed, all_done, gather
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.rollback import Rollback
 from everstep.cluster.slots import cut_round, cut_slots, require_synchronous, sample_ids
@@ -38,6 +38,7 @@ from everstep.config import derive
 from everstep.config.schema import Config, Fault
 from everstep.engine.loss import LossSpec
 from everstep.errors import (
+    BelowMinimum,
     CoordinatorLost,
     DeadlineExceeded,
     EverstepError,
@@ -86,7 +87,9 @@ class Controller:
         self._closed = False
         self._went_back: RolledBack | None = None  # not told to the recipe yet
         self._rollback = Rollback(host, config, lambda worker: worker in self.server.dead)
-        self._repair: Repair | None = None
+        self._crew = Crew(config, host, events, lambda: self.server, self._spec, self._struck, self._is_engine)
+        self._endpoint: Endpoint | None = None
+        self._crew.on_lost = self._go_back
         self._store: dist.TCPStore | None = None
         self._injector: FaultInjector | None = None
         self._relays: dict[str, Relay] = {}
@@ -114,7 +117,7 @@ class Controller:
         token = self._token = secrets.token_hex(16)
         listener = Listener(
             self._place_of, self._phase_entered, self._worker_died, self._recorded, self._answered,
-            self._struck,
+            self._struck, self._crew.leaving.tell,
         )
         self._server = CoordinatorServer(
             coordinator, log, self._events, listener, token, recovery.silence_s, 2 * recovery.link_timeout_s, host,
@@ -124,64 +127,81 @@ class Controller:
         connect = lambda: dist.TCPStore(host, store.port, is_master=False, timeout=timedelta(seconds=60))
         self._saver = Saver(self.config, self.layout, self._events, connect, lambda worker: self.server.dead.get(worker))
         if attach:
-            self._take_over(log, token)
+            self._take_over(log)
+            self._endpoint = self._open_endpoint()
             return
         if config.rollout.engines:
             self._pool = RolloutPool(config.rollout, bool(config.lora.rank), self._host, self, self._events)
         workers = self._start_workers(host, self._store.port, token)
-        self._announce(log.incarnation, token)
+        self._announce(log.incarnation)
+        self._crew.on_start = lambda: self._announce(log.incarnation)
         per_replica = self.layout.ranks_per_replica
         members = [
             Member(replica, 0, tuple(workers[replica * per_replica : (replica + 1) * per_replica]))
             for replica in range(self.layout.replicas)
         ]
         spares = workers[self.layout.world_size :]
-        self._repair = Repair(self, {m.replica: m for m in members}, spares, lambda: self._reference)
-        for worker in list(self._server.dead):  # it died before there was a repair to be told
-            self._repair.worker_died(worker)
+        self._crew.open(members, spares, lambda: self._reference, self._store)
         if self._pool:
             self._pool.open()
         self._host.watch(self._process_ended)
         self._injector = self._make_injector(config.faults)
         self._events.emit("spare_ready", spares=len(spares))
-        failed = self.form([
+        failed = self._crew.form([
             (worker, Formation(m.replica, rank, 0, m.workers, "weights", False))
             for m in members for rank, worker in enumerate(m.workers)
         ])
         if failed:
             raise NotEnoughReplicas("; ".join(f"worker {w} could not start: {cause}" for w, cause in sorted(failed.items())))
         self._server.open(members)
+        self._endpoint = self._open_endpoint()
 
-    def _take_over(self, log: CommitLog, token: str) -> None:
+    def _open_endpoint(self) -> Endpoint:
+        leaving = self._crew.leaving
+        return Endpoint(self._run_dir.path, self._host.address, {"drain": leaving.drain, "draining": leaving.remaining})
+
+    def _take_over(self, log: CommitLog) -> None:
         start, adopting = time.monotonic(), takeover.Adopting(self.config, self._run_dir, self._host, self.server)
+        assert self._store is not None
+        self._store_address = self._host.address, self._store.port
         adopting.reach()
-        self._announce(log.incarnation, token)
-        self._host.watch(lambda worker: self._process_ended(worker) if self._repair else adopting.died.append(worker))
+        self._announce(log.incarnation)
+        self._host.watch(lambda worker: self._process_ended(worker) if self._crew.is_open else adopting.died.append(worker))
         decided = adopting.decide(log.past)
         self._reference, self.recipe_state = decided.reference, decided.state or {}
         self._rollback.states |= log.past.states
-        self._repair = Repair(self, decided.lives, decided.spares, lambda: self._reference)
+        self._crew.open(list(decided.lives.values()), decided.spares, lambda: self._reference, self._store, adopting.first_number)
         self._injector = self._make_injector(adopting.faults_left())
         self.server.take_over(decided.last, decided.commit, decided.members, self.layout.replicas, adopting.noted)
         view = self.server.coordinator.view
         self._events.emit("takeover", step=view.committed, epoch=view.epoch.key, incarnation=log.incarnation, members=list(view.replicas),
                           workers=sorted(adopting.told), seconds=time.monotonic() - start)
-        self._repair.adopt(adopting.gone | adopting.missing, decided.broken)
+        self._crew.on_start = lambda: self._announce(log.incarnation)
+        self._crew.adopt(adopting.gone | adopting.missing, decided.broken)
         for worker in sorted(adopting.missing):
             self.server.expel(worker, "did not answer when its new controller took over")
 
-    def _announce(self, incarnation: int, token: str) -> None:
+    def _go_back(self, member: Member) -> None:
+        """Of the replica that was formed anew when no living one held the last committed step; on the repair's thread."""
+        coordinator = self.server.coordinator
+        if back := self._rollback.restore(member, coordinator.committed):
+            self.recipe_state, self._went_back = back.state, RolledBack(back.step, back.cause)
+            stranded = coordinator.view.healing - {member.replica}
+            self.server.rollback(back.step, [member], back.cause, back.state)
+            self._crew.adopt(set(), sorted(stranded))
+
+    def _announce(self, incarnation: int) -> None:
         """Workers that outlive their controller must find the next one."""
         assert self._store is not None
         if handle := self._host.handle():
             at = self._coordinator_address, (self._host.address, self._store.port)
-            rendezvous.announce(self._run_dir.path, rendezvous.Announcement(incarnation, *at, token, os.getpid(), handle))
+            rendezvous.announce(self._run_dir.path, rendezvous.Announcement(incarnation, *at, self._token, os.getpid(), handle))
 
     def _make_injector(self, faults: Sequence[Fault]) -> FaultInjector:
         infos = self._host.infos
         target = LaunchedTarget(
             lambda: self.server, self._place_of, self._host.signal, lambda w: f"{infos[w].pid} on {infos[w].host}",
-            lambda: self._repair.spares if self._repair else [], self._relays, self._host.cut,
+            lambda: self._crew.spares, self._relays, self._host.cut,
             lambda number: self._pool.engine_at(number) if self._pool else None,
         )
         return FaultInjector(faults, target, self._events)
@@ -195,20 +215,20 @@ class Controller:
         engines = self._pool.first_engines if self._pool else []
         for index in partition_victims(self.config, self.layout.ranks_per_replica, self.layout.world_size):
             self._relays[workers[index]] = Relay(self._coordinator_address)
-        self._host.start([
-            WorkerSpec(
-                worker, self.config, self._relays[worker].address if worker in self._relays else self._coordinator_address, token,
-                (host, port), str(self._run_dir.events), str(self._run_dir.rank_log(index)), str(self._run_dir.path),
-                self._run_dir.attempt,
-            )
-            for index, worker in enumerate(workers)
-        ] + [self._engine_spec(name) for name in engines])
+        self._store_address = host, port
+        self._host.start([self._spec(worker) for worker in workers] + [self._engine_spec(name) for name in engines])
         return workers
 
-    def _engine_spec(self, name: str) -> WorkerSpec:
-        assert self._server is not None and self._store is not None
+    def _spec(self, worker: str) -> WorkerSpec:
+        relay = self._relays.get(worker)
         return WorkerSpec(
-            name, self.config, self._coordinator_address, self._token, (self._host.address, self._store.port), str(self._run_dir.events),
+            worker, self.config, relay.address if relay else self._coordinator_address, self._token, self._store_address,
+            str(self._run_dir.events), str(self._run_dir.rank_log(int(worker[1:]))), str(self._run_dir.path), self._run_dir.attempt,
+        )
+
+    def _engine_spec(self, name: str) -> WorkerSpec:
+        return WorkerSpec(
+            name, self.config, self._coordinator_address, self._token, self._store_address, str(self._run_dir.events),
             str(self._run_dir.engine_log(name)), str(self._run_dir.path), self._run_dir.attempt, role="engine",
         )
 
@@ -230,8 +250,9 @@ class Controller:
                 last_first.callback(relay.close)
             if self._pool:
                 last_first.callback(self._pool.close)
-            if self._repair:
-                last_first.callback(self._repair.close)
+            last_first.callback(self._crew.close)
+            if self._endpoint:
+                last_first.callback(self._endpoint.close)
             if self._server:
                 last_first.callback(self._server.close)
             if self._saver:
@@ -243,6 +264,10 @@ class Controller:
     @property
     def committed_step(self) -> int:
         return self.server.coordinator.committed
+
+    @property
+    def dealt_replicas(self) -> int:
+        return self.server.coordinator.dealt
 
     @property
     def server(self) -> CoordinatorServer:
@@ -258,6 +283,7 @@ class Controller:
         start, sent = time.monotonic(), 0
         while True:
             self._check_alive()
+            self._crew.leaving.at_a_boundary()
             self._prepare_faults(self.committed_step + 1)
             view = self.server.coordinator.view
             ranks = ranks_of(self.layout, view.contributors)
@@ -351,8 +377,9 @@ class Controller:
         share = Sharing(self._host)
         shared = self._host.slots([[share(micro) for micro in slot] for slot in slots])
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + share.nbytes, self.dispatch_seconds + share.seconds
+        self._crew.leaving.at_a_boundary()
         self._prepare_faults(step)
-        self.server.begin(step, sample_ids(slots), about or {}, state)
+        self.server.begin(step, sample_ids(slots), {"lr": lr} | dict(about or {}), state)
         if self._injector:
             self._injector.begins(step)
         coordinator = self.server.coordinator
@@ -362,7 +389,11 @@ class Controller:
         called: set[Member] = set()  # a replica that comes back within the step is called in its new life
         reports: dict[tuple[str, Member], Any] = {}
         while True:
-            self._check_alive()
+            try:
+                self._check_alive()
+            except BelowMinimum:
+                all_done(self._host, pending, _DEATH_CONFIRM_S)  # ranks leave the step, which was given up
+                raise
             view = coordinator.view
             if coordinator.committed < step:
                 for member in view.members:
@@ -460,8 +491,7 @@ class Controller:
                 return compare_hashes(ranks, hashes, self.committed_step, self._events)
 
     def status(self) -> dict[str, Any]:
-        spares = len(self._repair.spares) if self._repair else 0
-        return self.server.summary() | {"stage": self._stage, "spares": spares, "ranks": self.server.whereabouts()}
+        return self.server.summary() | {"stage": self._stage, "spares": len(self._crew.spares), "ranks": self.server.whereabouts()}
 
     # -- deaths ----------------------------------------------------------------------------------------------------------------
 
@@ -472,34 +502,28 @@ class Controller:
             raise server.failure
         coordinator = server.coordinator
         causes = "; ".join(f"{w}: {cause}" for w, cause in sorted(server.dead.items()))
-        while coordinator.state is State.LOST and self.config.recovery.enabled and self._repair_hopeful() and not self._failed_repair:
+        if coordinator.state is State.HALTED:
+            return  # what is left to do is to save
+        while coordinator.state is State.LOST and self._crew.may_go_back():
             time.sleep(0.01)  # the replica is formed anew, and goes back to a copy
         back, self._went_back = self._went_back, None
         if back:
             raise back
-        if coordinator.state is State.LOST and not self._failed_repair:
+        if coordinator.state is State.LOST and not self._crew.failure:
             raise NotEnoughReplicas(
                 f"no living replica holds step {coordinator.committed} ({causes}); resume from the last checkpoint with resume=auto"
             )
-        if self._failed_repair:
-            raise self._failed_repair
+        if self._crew.failure:
+            raise self._crew.failure
         if coordinator.state is State.HELD and not self.config.recovery.enabled:
             raise NotEnoughReplicas(f"recovery.enabled=false, and a rank died ({causes}); resume from the last checkpoint")
-        if coordinator.state is State.HELD and not self._repair_hopeful():
-            raise NotEnoughReplicas(
+        if self._crew.has_too_few():
+            cause = (
                 f"{len(coordinator.view.members)} replicas live, recovery.min_replicas={self.config.recovery.min_replicas} and no "
-                f"spare is left ({causes}); resume with resume=auto when there are devices"
+                f"spare is left ({causes})"
             )
-
-    @property
-    def _failed_repair(self) -> BaseException | None:
-        return self._repair.failure if self._repair else None
-
-    def _repair_hopeful(self) -> bool:
-        coordinator = self.server.coordinator
-        repairing = self._repair and self._repair.hopeful(list(self.server.dead))
-        joining = coordinator.build and coordinator.build.joiner
-        return bool(repairing or joining or coordinator.waiting)
+            server.halt(cause)
+            raise BelowMinimum(f"{cause}; resume with resume=auto when there are devices")
 
     def _is_death(self, worker: str, member: Member, error: ProcessEnded | EverstepError) -> bool:
         """Whether this error tells of a death (the worker's own, or one in its replica) rather than of a failed call.
@@ -524,8 +548,8 @@ class Controller:
         if self._pool and self._pool.knows(worker):
             self._pool.died(worker, cause, self._struck(worker))
             return
-        if self._repair and not self._closed:
-            self._repair.worker_died(worker)
+        if not self._closed:
+            self._crew.died(worker)
 
     def _phase_entered(self, worker: str, step: int, phase: str) -> None:
         if self._injector:
@@ -533,8 +557,10 @@ class Controller:
 
     def _recorded(self, record: Record) -> None:
         self._rollback.remember(record)
-        if self._injector and record.kind is Kind.COMMIT:
-            self._injector.on_commit(record.step)
+        if record.kind is Kind.COMMIT:
+            self._crew.served |= record.view.workers
+            if self._injector:
+                self._injector.on_commit(record.step)
         self._on_record(record)
 
     def _answered(self, worker: str, number: int, word: str) -> None:
@@ -546,43 +572,21 @@ class Controller:
             self._injector.prepare(step)
 
     def _place_of(self, worker: str) -> tuple[int, int]:
-        if self._pool and self._pool.knows(worker):
+        if self._pool and self._is_engine(worker):
             return ENGINES, self._pool.number_of(worker)
-        return self._repair.place(worker) if self._repair else (-1, -1)
+        return self._crew.place(worker)
+
+    def _is_engine(self, worker: str) -> bool:
+        return self._pool is not None and self._pool.knows(worker)
 
     @property
     def unfired_faults(self) -> list[str]:
         return self._injector.unfired if self._injector else []
 
-    # -- what repair needs (everstep.cluster.repair.Processes) ---------------------------------------------------------------------
-
-    def confirm_dead(self, worker: str) -> None:
-        self._host.end(worker)
-        replica, rank = self._place_of(worker)
-        self._events.emit("expel", replica=replica, rank=rank, worker=worker, cause=self.server.dead.get(worker, "repair"))
-
-    def form(self, formations: list[tuple[str, Formation]]) -> dict[str, str]:
-        assert self._store is not None
-        return form(self._host, self._store, formations, self.server.dead, self.config.recovery.reform_timeout_s, lambda: self._closed)
+    # -- what the rollout pool needs (everstep.rl.rollout.pool.Processes) ----------------------------------------------------------
 
     def expel(self, worker: str, cause: str) -> None:
         self.server.expel(worker, cause)
-
-    def announce(self, member: Member) -> None:
-        coordinator = self.server.coordinator
-        if coordinator.state is not State.LOST:
-            self.server.joiner(member)
-        elif back := self._rollback.restore(member, coordinator.committed):
-            self.recipe_state, self._went_back = back.state, RolledBack(back.step, back.cause)
-            stranded = coordinator.view.healing - {member.replica}
-            self.server.rollback(back.step, [member], back.cause, back.state)
-            if stranded and self._repair:
-                self._repair.adopt(set(), sorted(stranded))
-
-    def note(self, event: str, **fields: Any) -> None:
-        self._events.emit(event, **fields)
-
-    # -- what the rollout pool needs (everstep.rl.rollout.pool.Processes) ----------------------------------------------------------
 
     def start_engine(self, name: str, instead_of: str) -> None:
         self._host.add(self._engine_spec(name), instead_of)

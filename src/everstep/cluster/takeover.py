@@ -153,6 +153,11 @@ class Adopting:
         return decided
 
     @property
+    def first_number(self) -> int:
+        """Of the next worker that is started: no name is used twice in a run."""
+        return 1 + max(int(e.who[1:]) for e in self._written if e.event == "process_start" and e.who[1:].isdecimal())
+
+    @property
     def noted(self) -> int:
         """The last step whose commit the dead controller could still write down as an event."""
         return max((e.step or 0 for e in self._written if e.event == "commit"), default=0)

@@ -34,6 +34,7 @@ UNITS = {
     "recovery.quarantine_after": "replicas",
     "recovery.memory_checkpoint_every": "optimizer steps",
     "recovery.controller_restarts": "starts of a controller",
+    "recovery.restart_attempts": "processes in a row",
     "layout.tp": "ranks",
     "layout.pp": "ranks",
     "layout.dp": "ranks",

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.runs import QUIET, ROOT, SFT, Finished, config, gone
-from tests.test_exact import BASE, SLOTS, by_position, model, undisturbed  # noqa: F401  (model is a fixture)
+from tests.test_exact import BASE, SHAPES, by_position, undisturbed
 from tests.test_faults import assert_invariants
 from tests.test_plan_cli import TOKEN, survivors
 
@@ -150,7 +150,7 @@ MOMENTS = [before_the_record_is_durable, after_the_record_before_anybody_is_told
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_no_committed_step_is_lost_and_no_sample_used_twice(moment, model, tmp_path):  # noqa: F811
+def test_no_committed_step_is_lost_and_no_sample_used_twice(moment, model, tmp_path):
     conf = config(SFT, tmp_path / "run", *BASE, *GRACE, f"model.path={model}", "layout.replicas=2", "layout.spares=0")
     done = take_over(conf, moment)
     assert_invariants(done, steps=STEPS)
@@ -162,9 +162,7 @@ def test_no_committed_step_is_lost_and_no_sample_used_twice(moment, model, tmp_p
 
 
 @pytest.mark.parametrize("shape", [pytest.param("tp2", marks=pytest.mark.full), "pp2"])
-def test_replicas_of_two_ranks_and_two_controllers_one_after_the_other(shape, model, tmp_path):  # noqa: F811
-    from tests.test_exact import SHAPES
-
+def test_replicas_of_two_ranks_and_two_controllers_one_after_the_other(shape, model, tmp_path):
     conf = config(SFT, tmp_path / "run", *BASE, *GRACE, *SHAPES[shape], f"model.path={model}", "layout.spares=0")
     done = take_over(conf, after_one_rank_was_told, while_the_ranks_compute_later)
     assert_invariants(done, steps=STEPS)
@@ -178,7 +176,7 @@ def while_the_ranks_compute_later(step: int) -> None:
 
 
 @pytest.mark.parametrize("moment", [in_the_middle_of_a_save, pytest.param(while_a_spare_heals, marks=pytest.mark.full)])
-def test_in_the_middle_of_a_save_or_a_heal(moment, model, tmp_path):  # noqa: F811
+def test_in_the_middle_of_a_save_or_a_heal(moment, model, tmp_path):
     more = ["checkpoint.every_steps=5"] if moment is in_the_middle_of_a_save else [
         "layout.spares=2", "faults=[{step: 2, phase: compute, kind: kill, replica: 1}]"]
     conf = config(SFT, tmp_path / "run", *BASE, *GRACE, f"model.path={model}", "layout.replicas=2", "layout.spares=0", *more)
@@ -189,7 +187,7 @@ def test_in_the_middle_of_a_save_or_a_heal(moment, model, tmp_path):  # noqa: F8
         assert [s.step for s in done.kind("save")] == [10] and not list(done.folder.glob("checkpoints/*.partial"))
 
 
-def test_a_rank_that_dies_with_its_controller_is_replaced_by_a_spare(model, tmp_path):  # noqa: F811
+def test_a_rank_that_dies_with_its_controller_is_replaced_by_a_spare(model, tmp_path):
     conf = config(SFT, tmp_path / "run", *BASE, *GRACE, f"model.path={model}", "layout.replicas=2", "layout.spares=1", "sft.steps=24")
     assert end(start(conf, before_the_record_is_durable)) == -signal.SIGKILL
     handle = rendezvous.find(Path(conf.run_dir)).host
@@ -203,7 +201,7 @@ def test_a_rank_that_dies_with_its_controller_is_replaced_by_a_spare(model, tmp_
     assert gone(done.pids)
 
 
-def test_a_commit_that_only_a_rank_remembers_stands(model, tmp_path):  # noqa: F811
+def test_a_commit_that_only_a_rank_remembers_stands(model, tmp_path):
     """The machine lost the tail of the record; the ranks, who applied the step, did not."""
     conf = config(SFT, tmp_path / "run", *BASE, *GRACE, f"model.path={model}", "layout.replicas=2", "layout.spares=0")
     assert end(start(conf, between_two_steps)) == -signal.SIGKILL
@@ -218,7 +216,7 @@ def test_a_commit_that_only_a_rank_remembers_stands(model, tmp_path):  # noqa: F
     assert by_position(done, 2) == undisturbed(model, "", f"sft.steps={STEPS}")
 
 
-def test_without_another_controller_everything_ends_after_the_grace(model, tmp_path):  # noqa: F811
+def test_without_another_controller_everything_ends_after_the_grace(model, tmp_path):
     conf = config(SFT, tmp_path / "run", *BASE, f"model.path={model}", "layout.replicas=2", "recovery.controller_grace_s=1.5")
     assert end(start(conf, while_the_ranks_compute)) == -signal.SIGKILL
     died = time.monotonic()
@@ -230,7 +228,7 @@ def test_without_another_controller_everything_ends_after_the_grace(model, tmp_p
         run(conf, host=ForkedHost, attach=True)
 
 
-def test_what_attach_refuses_leaves_the_workers_alone(model, tmp_path):  # noqa: F811
+def test_what_attach_refuses_leaves_the_workers_alone(model, tmp_path):
     conf = config(SFT, tmp_path / "run", *BASE, *GRACE, f"model.path={model}", "layout.replicas=2", "layout.spares=0")
     with pytest.raises(BadInput, match="not a run folder"):
         run(conf, host=ForkedHost, attach=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.support.processes import run_ranks
 from tests.support.runs import SFT, config, finish, gone
-from tests.test_exact import BASE, SHAPES, STEP, STEPS, by_position, model, undisturbed  # noqa: F401  (model is a fixture)
+from tests.test_exact import BASE, SHAPES, STEP, STEPS, by_position, undisturbed
 from tests.test_faults import assert_invariants
 
 from everstep.checkpoint import memory
@@ -136,7 +136,7 @@ def fault(phase: str, rank: int, step: int = STEP + 1, replica: int = 0) -> str:
         ("", [fault("compute", 0)], [3]),
     ],
 )
-def test_one_replica_goes_back_to_the_copy_and_repeats_the_steps_since(shape, faults, back, model, tmp_path):  # noqa: F811
+def test_one_replica_goes_back_to_the_copy_and_repeats_the_steps_since(shape, faults, back, model, tmp_path):
     run = finish(config(SFT, tmp_path / "run", *BASE, *SHAPES[shape], f"model.path={model}", "layout.replicas=1", f"layout.spares={len(faults)}",
                         "recovery.memory_checkpoint_every=3", f"faults=[{', '.join(faults)}]"), host=ForkedHost)
     assert_invariants(run, steps=STEPS)
@@ -147,7 +147,7 @@ def test_one_replica_goes_back_to_the_copy_and_repeats_the_steps_since(shape, fa
 
 
 @pytest.mark.full
-def test_two_replicas_lost_at_once_come_back_from_copies(model, tmp_path):  # noqa: F811
+def test_two_replicas_lost_at_once_come_back_from_copies(model, tmp_path):
     run = finish(config(SFT, tmp_path / "run", *BASE, f"model.path={model}", "layout.replicas=2", "layout.spares=2", "sft.steps=40",
                         "recovery.memory_checkpoint_every=2", f"faults=[{fault('reduce', 0)}, {fault('reduce', 0, replica=1)}]"), host=ForkedHost)
     assert_invariants(run, steps=40)
@@ -155,7 +155,7 @@ def test_two_replicas_lost_at_once_come_back_from_copies(model, tmp_path):  # no
     assert by_position(run, 2) == undisturbed(model, "", "sft.steps=40")
 
 
-def test_without_copies_all_load_the_last_checkpoint_in_place(model, tmp_path):  # noqa: F811
+def test_without_copies_all_load_the_last_checkpoint_in_place(model, tmp_path):
     run = finish(config(SFT, tmp_path / "run", *BASE, *SHAPES["tp2"], f"model.path={model}", "layout.replicas=1", "layout.spares=1",
                         "checkpoint.every_steps=4", f"faults=[{fault('compute', 1, step=7)}]"), host=ForkedHost)
     assert_invariants(run, steps=STEPS)
@@ -167,7 +167,7 @@ def test_without_copies_all_load_the_last_checkpoint_in_place(model, tmp_path): 
 
 
 @pytest.mark.full
-def test_with_nothing_to_go_back_to_it_says_so(model, tmp_path):  # noqa: F811
+def test_with_nothing_to_go_back_to_it_says_so(model, tmp_path):
     with pytest.raises(NotEnoughReplicas, match="no copy in memory was left of every rank, and there is no checkpoint"):
         finish(config(SFT, tmp_path / "run", *BASE, f"model.path={model}", "layout.replicas=1", "layout.spares=1", "checkpoint.every_steps=20",
                       f"faults=[{fault('compute', 0)}]"), host=ForkedHost)

@@ -283,6 +283,11 @@ def _check_loss(config: Config) -> None:
     if rl.kl_coef == 0 and (rl.kl_target or rl.kl_in == "reward"):
         key = f"rl.kl_target={rl.kl_target}" if rl.kl_target else "rl.kl_in=reward"
         raise ConfigError(f"{key} has no effect with rl.kl_coef=0, which keeps no reference model; set rl.kl_coef, or leave it out")
+    cache, longest = config.reward.overlong_cache_tokens, config.rollout.max_response_tokens
+    if cache and cache >= longest:
+        raise ConfigError(
+            f"reward.overlong_cache_tokens={cache} must be less than rollout.max_response_tokens={longest}; lower it, or set it to null"
+        )
     if rl.importance.lower is not None and rl.importance.lower >= rl.importance.upper:
         raise ConfigError(
             f"rl.importance.lower={rl.importance.lower} must be below rl.importance.upper={rl.importance.upper}, or null"
@@ -374,8 +379,12 @@ def _check_functions(config: Config) -> None:
     for key, spec in _sources(config):
         if ":" in spec and "/" not in spec and not spec.startswith("reasoning_gym:"):
             load_function(spec, key)
-    if config.recipe == "grpo" and config.reward.function and ":" in config.reward.function:
-        load_function(config.reward.function, "reward.function")
+    if config.recipe == "grpo":
+        named = [("reward.function", config.reward.function)]
+        named += [(f"reward.terms.{i}.function", term.function) for i, term in enumerate(config.reward.terms)]
+        for key, function in named:
+            if function and ":" in function:
+                load_function(function, key)
 
 
 def _or(numbers: list[int]) -> str:

@@ -153,13 +153,43 @@ class RolloutConfig(Section):
     )
 
 
+class RewardTerm(Section):
+    """One of several reward functions whose weighted sum is the reward."""
+
+    function: str | None = Field(None, description="As reward.function.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments bound to the function.")
+    weight: float = Field(1.0, description="Factor of the function's value in the reward.")
+
+
 class RewardConfig(Section):
     function: str | None = Field(
         None,
-        description="`module:function(prompt, completion, record) -> float`, or a name of "
-        "everstep.rl.rewards; default: the task's own scorer for reasoning_gym sources.",
+        description="`module:function(prompt, completion, record) -> float` (`async def` is fine), or one of `exact_match`, `number_match`, "
+        "`position_match`, `math_verify`, `format_match`, `brevity`; default: the task's own scorer for reasoning_gym sources.",
     )
     args: dict[str, Any] = Field(
         default_factory=dict,
         description="Keyword arguments bound to the reward function.",
     )
+    terms: list[RewardTerm] = Field(
+        default_factory=list, description="Several functions, instead of reward.function: the reward is the sum of weight times value."
+    )
+    timeout_s: float = Field(
+        30.0, gt=0, description="Time for one call of a reward function. A process that exceeds it is killed, and its sample marked."
+    )
+    workers: int = Field(
+        2, ge=1, description="Processes that call reward functions (built-ins that cannot hang need none)."
+    )
+    concurrency: int = Field(16, ge=1, description="Calls of `async` reward functions that one process has under way at a time.")
+    on_error: Literal["zero", "drop", "stop"] = Field(
+        "zero",
+        description="A sample whose reward function raises, hangs, crashes or returns no finite number gets reward 0, is `drop`ped (no token "
+        "of it counts, in its group neither), or stops the run. It is recorded with the reason. If all samples fail, the run stops.",
+    )
+    overlong_cache_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="DAPO's soft overlong punishment: in the last so many tokens before rollout.max_response_tokens the reward falls, by "
+        "reward.overlong_factor in the end; null: off.",
+    )
+    overlong_factor: float = Field(1.0, gt=0, description="Punishment of a completion of the greatest length.")

@@ -86,9 +86,9 @@ def check(config: Config) -> PreparedData:
             raise ConfigError(f"warmup.steps={config.warmup.steps} needs warmup.source; or set warmup.steps=0")
         warmup = prepare(config.warmup.source, config.warmup.source_args, "warmup.source", False)
     if rl:
-        from everstep.rl.rewards import resolve
+        from everstep.rl.reward_functions import terms
 
-        resolve(config.reward, data.source, data.source_args)
+        terms(config.reward, data.source, data.source_args)
 
     vocabulary = describe(config.model).vocab
     for dataset in (train, held_out, warmup):

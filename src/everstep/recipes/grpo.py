@@ -21,14 +21,18 @@ from everstep.recipes import sft
 from everstep.recipes.run import Run, Stopwatch, step_metrics
 from everstep.recipes.schedule import learning_rate
 from everstep.rl import credit
-from everstep.rl.rewards import resolve, score
+from everstep.rl.rewards import Scorer
 from everstep.rl.rollout import Sampling, repeat_prompts
 from everstep.telemetry.console import Completion
 
 
 def train(run: Run) -> None:
+    with Scorer(run.config, run.events, run.note) as reward:
+        iterate(run, reward)
+
+
+def iterate(run: Run, reward: Scorer) -> None:
     config, group, rl = run.config, run.group, run.config.rl
-    reward = resolve(config.reward, config.data.source, config.data.source_args)
     prompts = SampleStream(len(run.data.train), config.seed, config.data.shuffle)
     iteration, has_reference, kl_coef = 0, False, rl.kl_coef
     if run.state:
@@ -60,7 +64,8 @@ def train(run: Run) -> None:
         samples = group.call("mesh", "generate", samples, Sampling.for_training(config))
         watch.lap("gen")
 
-        scores = torch.tensor(group.once(score, reward, samples))
+        scored = group.once(reward, samples)
+        scores = scored.values
         watch.lap("reward")
 
         if rl.kl_coef > 0:
@@ -133,13 +138,13 @@ def mini_batches(samples: TrainingBatch, config: Config, iteration: int, rl_pass
     return named.chunk(config.rl.updates_per_pass)
 
 
-def evaluate(run: Run, reward: Any) -> float:
+def evaluate(run: Run, reward: Scorer) -> float:
     """Share of held-out prompts whose (greedy) completion is right: a reward of at least 1."""
     assert run.data.eval is not None
     prompts = run.data.eval.first(run.config.rollout.eval_samples)
     answered = run.group.call("mesh", "generate", repeat_prompts(prompts, 1), Sampling.for_evaluation(run.config))
-    scores = run.group.once(score, reward, answered)
-    return sum(s >= 1.0 for s in scores) / len(scores)
+    scores = run.group.once(reward, answered).values
+    return float((scores >= 1.0).float().mean())
 
 
 def rollout_metrics(samples: TrainingBatch, config: Config) -> dict[str, float]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from everstep.cluster.environment import check_user_environment, detect_launcher, inside_torchrun
 from everstep.config import derive
 from everstep.config.schema import Config, Fault
+from everstep.data.source import REASONING_GYM, is_path
 from everstep.engine.source import ModelShape, describe, resolve
 from everstep.errors import BadInput, ConfigError
 from everstep.layout import Layout
@@ -353,15 +354,16 @@ def _sources(config: Config) -> list[tuple[str, str]]:
 
 def _check_data_files(config: Config) -> None:
     for key, spec in _sources(config):
-        kind, colon, _ = spec.partition(":")
-        if colon and "/" not in kind:
-            continue  # reasoning_gym:TASK or module:function
+        if not is_path(spec) or "://" in spec or "*" in spec:
+            continue  # a task or a function; or read when the data is
         path = Path(spec).expanduser()
         if not path.is_file():
             what = "is a folder" if path.is_dir() else "does not exist"
             raise BadInput(
-                f"{key}={spec} {what} ({path.absolute()}); give a .parquet file, reasoning_gym:TASK or module:function"
+                f"{key}={spec} {what} ({path.absolute()}); give a .parquet or .jsonl file, reasoning_gym:TASK or module:function"
             )
+        if path.name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
+            continue
         try:
             with path.open("rb") as file:
                 head = file.read(4)
@@ -377,7 +379,7 @@ def _check_functions(config: Config) -> None:
     from everstep.data.functions import load_function
 
     for key, spec in _sources(config):
-        if ":" in spec and "/" not in spec and not spec.startswith("reasoning_gym:"):
+        if not is_path(spec) and not spec.startswith(REASONING_GYM):
             load_function(spec, key)
     if config.recipe == "grpo":
         named = [("reward.function", config.reward.function)]

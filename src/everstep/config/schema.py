@@ -202,7 +202,8 @@ class OptimizerConfig(Section):
 
 class DataConfig(Section):
     source: str = Field(
-        description="Training data: a .parquet file, `reasoning_gym:TASK`, or `module:function` returning a list of records.",
+        description="Training data: .parquet or .jsonl (here or at an address such as s3://; * for several), `reasoning_gym:TASK`, or "
+        "`module:function` returning a list of records.",
     )
     source_args: dict[str, Any] = Field(
         default_factory=dict,
@@ -222,12 +223,18 @@ class DataConfig(Section):
         "`prompt`: `prompt` (string or messages), optional `answer` and further fields, "
         "handed to the reward function.",
     )
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="Fields of a record under other names: `{answer: reward_model.ground_truth}` makes what a record has at that path its "
+        "`answer`. For data.source and data.eval_source.",
+    )
     shuffle: bool = Field(True, description="Shuffle the order of each pass over the data (from the seed).")
     max_prompt_tokens: int = Field(512, ge=1, description="Longest prompt in tokens.")
     max_tokens: int = Field(1024, ge=2, description="Longest training sequence in tokens (SFT).")
-    too_long: Literal["error", "drop", "truncate"] = Field(
+    too_long: Literal["error", "drop", "truncate_left", "truncate_right"] = Field(
         "error",
-        description="A record longer than its limit: stop before training, leave it out (reported), or cut it on the left.",
+        description="A record longer than its limit: stop before training, leave it out (reported), or cut off its beginning "
+        "(truncate_left) or its end.",
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from everstep.data.order import SampleRef, SampleStream, pass_order
-from everstep.data.source import load_records
+from everstep.data.source import load_records, with_columns
 from everstep.errors import BadInput, ConfigError
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ def check(config: Config) -> PreparedData:
 
     def prepare(spec: str, args: dict[str, Any], key: str, prompts: bool) -> Dataset:
         records = load_records(spec, args, key)
+        if key.startswith("data."):
+            records = with_columns(records, data.columns, key)
         if prompts:
             return prepare_prompts(records, tokenizer, data.max_prompt_tokens, data.too_long, key)
         format = None if key == "warmup.source" else data.format

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Format = Literal["chat", "text", "prompt"]
-TooLong = Literal["error", "drop", "truncate"]
+TooLong = Literal["error", "drop", "truncate_left", "truncate_right"]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def prepare_sft(
 ) -> Dataset:
     """Training sequences with the loss mask of the table above. ``format`` None: each record's keys tell.
 
-    ``too_long`` = truncate cuts on the left. BadInput for a record that lacks its key, or has nothing to learn from.
+    ``too_long`` says what becomes of longer ones. BadInput for a record that lacks its key, or has nothing to learn from.
     """
 
     def encode(number: int, record: Record) -> Tokens:
@@ -239,9 +239,10 @@ def _fit(
             excess.append((number, length))
             if too_long == "drop":
                 dropped.append(Dropped(number, f"{length} tokens, {limit_key}={limit}"))
-            if too_long != "truncate":
+            if too_long in ("error", "drop"):
                 continue
-            tokens = Tokens(tokens.input_ids[-limit:], tokens.loss_mask[-limit:], tokens.columns)
+            part = slice(-limit, None) if too_long == "truncate_left" else slice(limit)
+            tokens = Tokens(tokens.input_ids[part], tokens.loss_mask[part], tokens.columns)
         mask = [0, *tokens.loss_mask[1:]]
         if needs_target and not any(mask):
             dropped.append(Dropped(number, "no token to learn from"))
@@ -252,7 +253,7 @@ def _fit(
         more = f", and {len(excess) - 1} more records are too long" if len(excess) > 1 else ""
         raise BadInput(
             f"{key}: record {number} has {length} tokens, more than {limit_key}={limit}{more}; raise {limit_key}, "
-            "or set data.too_long=drop or truncate"
+            "or set data.too_long=drop, truncate_left or truncate_right"
         )
     if not samples:
         raise BadInput(f"{key}: none of {len(records)} records can be used (record 0: {dropped[0].reason})")

@@ -9,6 +9,19 @@ from pydantic import Field
 from everstep.config.section import Section
 
 
+class DpoConfig(Section):
+    """Direct preference optimisation (recipe=dpo, arXiv 2305.18290)."""
+
+    beta: float = Field(0.1, gt=0, description="How strongly the policy is held to the reference model: the factor of log-ratios in the loss.")
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="Assumed probability that a preference is the wrong way round (conservative DPO)."
+    )
+    pairs_per_step: int = Field(16, ge=1, description="Pairs of one optimizer step, over all replicas; each is two sequences.")
+    steps: int = Field(100, ge=1, description="Optimizer steps.")
+    eval_every: int = Field(0, ge=0, description="Steps between evaluations on data.eval_source; 0: only after the last.")
+    eval_pairs: int = Field(128, ge=1, description="Pairs of one evaluation (the first ones of the held-out data).")
+
+
 class WarmupConfig(Section):
     """A short SFT phase before reinforcement learning, in the same run, through the same step transaction."""
 

@@ -28,6 +28,7 @@ OWN_ENTRIES = (
     "tensorboard",
     "report",
     "metrics.jsonl",
+    "status.json",
 )
 _ATTEMPT = re.compile(r"attempt-(\d+)")
 

@@ -359,11 +359,8 @@ class Controller:
             "replicas": list(view.contributors),
             "healing": sorted(view.healing),
             "spares": len(self._repair.spares) if self._repair else 0,
-            "ranks": {
-                worker: {"replica": self._place_of(worker)[0], "rank": self._place_of(worker)[1], "step": said.step,
-                         "phase": said.phase, "pid": said.pid, "host": said.host}
-                for worker, said in self.server.progress.items() if worker not in self.server.dead
-            },
+            "deaths": len(self.server.dead),
+            "ranks": self.server.whereabouts(),
         }
 
     # -- deaths ----------------------------------------------------------------------------------------------------------------

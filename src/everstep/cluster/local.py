@@ -224,7 +224,7 @@ class LocalGroup:
     def status(self) -> dict[str, Any]:
         view = self._control.view
         return {"state": "voting", "epoch": str(view.epoch), "committed_step": view.committed, "replicas": [0], "healing": [],
-                "spares": 0, "ranks": {}}
+                "spares": 0, "deaths": 0, "ranks": self._server.whereabouts() if self._server else {}}
 
     def close(self) -> None:
         self._worker.leave()

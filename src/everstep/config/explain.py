@@ -88,6 +88,7 @@ UNITS = {
     "checkpoint.keep_last": "checkpoints",
     "telemetry.show_completions": "completions",
     "local.port": "port number",
+    "telemetry.dashboard_port": "port number",
     "faults[].step": "global step",
     "faults[].replica": "index",
     "faults[].rank": "index",

@@ -400,6 +400,13 @@ class TelemetryConfig(Section):
         description="Progress display: `rich` live table, `plain` one line per step; auto: rich on a terminal.",
     )
     show_completions: int = Field(1, ge=0, description="Completions printed per RL iteration.")
+    dashboard: bool = Field(
+        False,
+        description="Serve the dashboard of this run while it lasts, from a process of its own; its address is printed, and in `everstep "
+        "status`.",
+    )
+    dashboard_host: str = Field("127.0.0.1", description="Address that telemetry.dashboard listens on; 0.0.0.0: everybody who can reach this machine.")
+    dashboard_port: int = Field(0, ge=0, le=65535, description="Port of telemetry.dashboard; 0: a free one.")
 
 
 class RayConfig(Section):

@@ -13,6 +13,7 @@ from everstep.data import PreparedData
 from everstep.telemetry.console import Completion, Console
 from everstep.telemetry.events import EventLog
 from everstep.telemetry.metrics import Metrics
+from everstep.telemetry.ongoing import Ongoing
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Run:
     console: Console | None
     metrics: Metrics | None
     events: EventLog | None
+    ongoing: Ongoing = field(default_factory=Ongoing)
     summary: dict[str, float] = field(default_factory=dict)  # numbers for the closing table, by name
 
     def __post_init__(self) -> None:
@@ -47,14 +49,14 @@ class Run:
 
     def log(self, step: int, metrics: dict[str, float], show_at: int | None = None) -> None:
         """Record metrics of a global step; ``show_at``: also a line of progress, with this number."""
-        metrics = metrics | self._dispatch_metrics()
+        status = self.group.status()
+        metrics = metrics | self._dispatch_metrics() | self.ongoing.metrics(metrics, status["deaths"], status["spares"])
         if self.metrics:
             self.metrics.log(step, metrics)
         if self.events:
             self.events.emit("metrics", step=step, values=metrics)
         if self.console and show_at is not None:
             self.console.step(show_at, metrics)
-            status = self.group.status()
             self.console.strength(len(status["replicas"]), self.config.layout.replicas, status["spares"])
 
     def completions(self, shown: Sequence[Completion]) -> None:

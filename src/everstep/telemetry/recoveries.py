@@ -102,7 +102,7 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
             case "fault":
                 faults.append(event)
             case "death":
-                fault = _fault_of(event, faults)
+                fault = fault_of(event, faults)
                 if fault is not None:
                     faults.remove(fault)
                 view = members.get(epoch_key(event.epoch))
@@ -276,7 +276,7 @@ def _redone(death: Event, later: _Later, computed: list[Event]) -> int:
     return sum(len(slots) for slots in again.values())
 
 
-def _fault_of(death: Event, faults: Sequence[Event]) -> Event | None:
+def fault_of(death: Event, faults: Sequence[Event]) -> Event | None:
     """The latest injected fault of that process, or rank, that no earlier death has claimed; `nan` and `error` kill nobody."""
 
     def same(fault: Event) -> bool:

@@ -19,6 +19,7 @@ from everstep.engine.source import ModelShape, describe, resolve
 from everstep.errors import BadInput, ConfigError
 from everstep.layout import Layout
 from everstep.recovery.faults import AT_POINT, BEFORE_THE_VOTE_IS_COUNTED, DEADLY, HELD_KINDS, PHASES, UNHELD_PHASES
+from everstep.telemetry.trackers import check_trackers
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM")
 
@@ -51,6 +52,7 @@ def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> deriv
     _check_experts(config, shape, sizes.layout)
     _check_data_files(config)
     _check_functions(config)
+    check_trackers(config)
     return sizes
 
 

@@ -87,6 +87,8 @@ UNITS = {
     "train.verify_every": "commits",
     "checkpoint.keep_last": "checkpoints",
     "telemetry.show_completions": "completions",
+    "telemetry.sample_table_every": "RL iterations",
+    "telemetry.sample_table_rows": "samples",
     "local.port": "port number",
     "telemetry.dashboard_port": "port number",
     "faults[].step": "global step",

@@ -395,6 +395,16 @@ class Fault(Section):
 
 class TelemetryConfig(Section):
     tensorboard: bool = Field(True, description="Write metrics for TensorBoard to RUN/tensorboard.")
+    wandb: bool = Field(
+        False,
+        description="Write metrics to Weights & Biases too (its own environment variables apply; WANDB_MODE=offline: into RUN/wandb only).",
+    )
+    mlflow: bool = Field(False, description="Write metrics to MLflow too, at MLFLOW_TRACKING_URI, by default into RUN/mlruns.")
+    project: str = Field("everstep", description="Project (wandb) or experiment (MLflow) that the run belongs to; the run has its folder's name.")
+    sample_table_every: int = Field(
+        10, ge=0, description="RL iterations between tables of samples (prompt, completion, reward) in RUN/samples and the trackers; 0: none."
+    )
+    sample_table_rows: int = Field(8, ge=1, description="Rows of a table of samples, spread evenly over the iteration.")
     progress: Literal["auto", "rich", "plain", "none"] = Field(
         "auto",
         description="Progress display: `rich` live table, `plain` one line per step; auto: rich on a terminal.",

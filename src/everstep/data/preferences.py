@@ -14,7 +14,17 @@ import torch
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.data.order import SampleRef
-from everstep.data.prepare import Dataset, Dropped, Tokens, TooLong, encode_chat, encode_prompt, prompt_of, string_of, where
+from everstep.data.prepare import (
+    Dataset,
+    Dropped,
+    Tokens,
+    TooLong,
+    encode_chat,
+    encode_prompt,
+    prompt_of,
+    string_of,
+    where,
+)
 from everstep.data.source import Record
 from everstep.errors import BadInput
 

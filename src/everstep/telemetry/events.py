@@ -134,6 +134,7 @@ EVENTS: dict[str, EventKind] = {
         "lead", "Reward functions failed for these samples, for these reasons; `action`: what became of them (reward.on_error).",
         "samples reasons action",
     ),
+    "tracker_failed": _kind("lead", "A tracker (TensorBoard, wandb, MLflow) failed and is left out from now on.", "tracker reason"),
     "verify": _kind("lead", "The state hashes of all ranks were compared.", "equal hashes", step=True),
     # membership
     "view": _kind(

@@ -168,7 +168,7 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
                                       recovery.exact
         salvage      4 S              (what is salvaged is added to a sum of its own); with recovery.exact 4 S for each
                                       slot more than the replica has, if it were the last one left
-        reference    b T              (if rl.kl_coef > 0; with LoRA it shares the frozen weights; with engine.offload.reference not on
+        reference    b T              (if rl.kl_coef > 0, or recipe=dpo; with LoRA it shares the frozen weights; with engine.offload.reference not on
                                       the device)
         rollout      b (whole model)  (grpo; on the ranks that generate: last stage, tp 0, cp 0)
 
@@ -219,7 +219,8 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
     held = max(max(step.slots_per_replica) for step in steps) if config.recovery.exact else 0
     salvaged = max(step.slots for step in steps) - held if config.recovery.exact else 1
     salvages = config.recovery.enabled and config.recovery.mode == "salvage" and layout.replicas > 1
-    reference = width * trained if config.recipe == "grpo" and config.rl.kl_coef > 0 else 0
+    has_reference = config.recipe == "dpo" or (config.recipe == "grpo" and config.rl.kl_coef > 0)
+    reference = width * trained if has_reference else 0
     return RankMemory(
         weights=width * (model + adapters),
         frozen=width * model if adapters else 0,

@@ -16,6 +16,7 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
 from everstep.engine.loss import LossSpec
 from everstep.layout import Layout
+from everstep.rl.rollout import Sampling
 
 T = TypeVar("T")
 
@@ -64,6 +65,13 @@ class Group(Protocol):
 
         The method must be safe to repeat: if a rank dies meanwhile, the call is made again on the replicas that are left.
         Raises WorkerFailed if the method raises, NotEnoughReplicas if nobody is left.
+        """
+
+    def rollout(self, prompts: TrainingBatch, sampling: Sampling) -> TrainingBatch:
+        """A completion for every row of ``prompts``, by the committed weights, laid out as :func:`everstep.rl.rollout.assemble` says.
+
+        By the ranks themselves, or by rollout engines (``rollout.engines``). Samples that no engine could complete are left out, and
+        their drop is recorded.
         """
 
     def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:

@@ -42,6 +42,7 @@ from everstep.recovery.desk import Listener
 from everstep.recovery.faults import FaultInjector
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Kind, Member, Record
+from everstep.rl.rollout import Sampling
 from everstep.run_dir import RunDir
 from everstep.telemetry.events import EventLog
 
@@ -159,6 +160,10 @@ class LocalGroup:
         if method == "keep_reference":
             self._reference = True
         return how.collect(ranks, self._exchange(mine))
+
+    def rollout(self, prompts: TrainingBatch, sampling: Sampling) -> TrainingBatch:
+        completed: TrainingBatch = self.call("mesh", "generate", prompts, sampling)
+        return completed
 
     def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
         step = self.committed_step + 1

@@ -41,12 +41,13 @@ from everstep.recovery.replica import ReplicaWorld
 from everstep.recovery.transaction import StepReport, Total, Transaction
 from everstep.recovery.victim import Victim
 from everstep.recovery.view import Kind, Record
-from everstep.rl.rollout.transformers import Sampling, TransformersRollout
+from everstep.rl.rollout import Sampling, sync
+from everstep.rl.rollout.transformers import TransformersRollout
 from everstep.telemetry.events import EventLog
 
 Life = tuple[int, int]  # (replica, build): one formation of a replica, and what every call says it is meant for
 
-CALL_PHASES = {"save_shard": "save", "generate": "rollout", "form": "form"}  # what a rank says it does; other methods: "call"
+CALL_PHASES = {"save_shard": "save", "generate": "rollout", "send_weights": "send", "form": "form"}  # what a rank says it does; other methods: "call"
 BROKEN_NOTICE_S = 5.0  # how long a failed collective waits for the coordinator to say that a rank is gone
 OUT_OF_MEMORY_STATUS = 12  # ENOMEM
 
@@ -409,6 +410,24 @@ class Worker:
         if self._rollout is None:
             return batch.slice(0, 0)
         return self._rollout.generate(batch, sampling)
+
+    def send_weights(self, streams: dict[str, str], version: int, kind: sync.Kind) -> dict[str, str]:
+        """Serve rollout engines (engine -> the stream that it joins) the weights of committed step ``version``.
+
+        A collective of the replica: every rank gathers, the first one sends. Returns, there, engine -> why it did not get all.
+        """
+        if self.state.version != version:
+            raise WorkerFailed(f"weights of step {version} were asked for; worker {self.worker_id} is at {self.state.version}")
+        export = {"full": self.engine.export_hf, "base": self.engine.export_frozen, "adapter": self.engine.export_adapter}[kind]
+        if self.formation.rank != min(self.layout.collect_ranks()):
+            for _ in export():
+                pass
+            return {}
+        with contextlib.ExitStack() as closing:
+            ends = {n: closing.enter_context(sync.stream(s, self.store, self.config.rollout.sync_timeout_s)) for n, s in streams.items()}
+            served, missed = sync.all_served(ends, self.control.local_host)
+            _, failed = sync.send(served, export(), version)
+        return missed | failed
 
     def logprobs(
         self, batch: TrainingBatch, temperature: float = 1.0, model: Literal["policy", "reference"] = "policy"

@@ -6,14 +6,16 @@ come out whole is a :class:`ConfigError` naming the keys to change.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-from everstep.config.schema import Config, TrainConfig
+from everstep.config.schema import Config, EngineConfig, FusedKernel, TrainConfig
 from everstep.errors import ConfigError
 from everstep.layout import Layout
 
@@ -70,6 +72,35 @@ def refuse_adapted_experts(matrices: Iterable[str]) -> None:
             f"lora.targets: {', '.join(found)} match only matrices of experts, which get no adapters; name others, "
             "such as lora.targets=[qkv,proj]"
         )
+
+
+FUSED_KERNELS: frozenset[str] = frozenset(get_args(FusedKernel))
+_WITH_TRITON = frozenset({"norm", "rope", "swiglu", "logprobs"})
+
+
+def fused_kernels(engine: EngineConfig, cuda: bool) -> frozenset[str]:
+    """The fused kernels that ``engine.fused_kernels`` means, on a CUDA device or not. ConfigError if it names one that cannot be had."""
+    wanted = engine.fused_kernels
+    possible: frozenset[str] = frozenset()
+    if cuda:
+        possible = FUSED_KERNELS if has_triton() else FUSED_KERNELS - _WITH_TRITON
+        if engine.deterministic:
+            possible -= {"attention"}
+    if wanted == "auto":
+        return possible
+    if wanted == "none":
+        return frozenset()
+    if missing := sorted(set(wanted) - possible):
+        why = "triton is not installed" if cuda else "there is no CUDA device"
+        if missing == ["attention"] and cuda:
+            why = "cuDNN's attention is not deterministic, and engine.deterministic=true"
+        raise ConfigError(f"engine.fused_kernels asks for {', '.join(missing)}, but {why}; leave it out, or use auto")
+    return frozenset(wanted)
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
@@ -165,6 +196,8 @@ def _packed_sizes(config: Config, samples_key: str, samples: int, max_tokens: in
 
 
 def _max_tokens_keys(config: Config, max_tokens: int) -> str:
+    if config.recipe == "dpo":
+        return "2*data.max_tokens"
     return "data.max_tokens" if max_tokens == config.data.max_tokens else "data.max_prompt_tokens+rollout.max_response_tokens"
 
 
@@ -201,6 +234,8 @@ def sizes(config: Config) -> Sizes:
     if config.recipe == "sft":
         main = step_sizes(config, "sft.samples_per_step", config.sft.samples_per_step, config.data.max_tokens, config.sft.steps)
         return Sizes(layout(config), main, None, None)
+    if config.recipe == "dpo":
+        return Sizes(layout(config), _pair_sizes(config), None, None)
 
     rl, warm = config.rl, config.warmup
     samples = rl.prompts_per_step * rl.samples_per_prompt
@@ -219,6 +254,20 @@ def sizes(config: Config) -> Sizes:
     if warm.steps:
         warmup = step_sizes(config, "warmup.samples_per_step", warm.samples_per_step, config.data.max_tokens, warm.steps)
     return Sizes(layout(config), main, warmup, RlSizes(samples, updates, rl.iterations))
+
+
+def _pair_sizes(config: Config) -> StepSizes:
+    """A pair is two sequences, which never part: packed, it is one unit of twice the greatest length."""
+    dpo, train = config.dpo, config.train
+    if train.tokens_per_micro_batch is not None:
+        packed = step_sizes(config, "dpo.pairs_per_step", dpo.pairs_per_step, 2 * config.data.max_tokens, dpo.steps)
+        return dataclasses.replace(packed, samples_per_step=2 * dpo.pairs_per_step, max_tokens=config.data.max_tokens)
+    if micro_batch_size(train) % 2:
+        raise ConfigError(
+            f"train.micro_batch_size={micro_batch_size(train)} would part pairs of recipe=dpo; give an even number, such as "
+            f"{micro_batch_size(train) + 1}"
+        )
+    return step_sizes(config, "2*dpo.pairs_per_step", 2 * dpo.pairs_per_step, config.data.max_tokens, dpo.steps)
 
 
 # ---------------------------------------- what depends on where we are

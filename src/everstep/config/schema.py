@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from everstep.config.rl_schema import RewardConfig, RlConfig, RolloutConfig, WarmupConfig
+from everstep.config.rl_schema import DpoConfig, RewardConfig, RlConfig, RolloutConfig, WarmupConfig
 from everstep.config.section import Section
 
 
@@ -217,11 +217,11 @@ class DataConfig(Section):
         default_factory=dict,
         description="Keyword arguments of data.eval_source.",
     )
-    format: Literal["chat", "text", "prompt"] = Field(
+    format: Literal["chat", "text", "prompt", "preference"] = Field(
         "chat",
         description="What a record holds. `chat`: `messages` (list of {role, content}); `text`: `text`; "
         "`prompt`: `prompt` (string or messages), optional `answer` and further fields, "
-        "handed to the reward function.",
+        "handed to the reward function; `preference`: `prompt`, and two completions, `chosen` and `rejected` (recipe=dpo).",
     )
     columns: dict[str, str] = Field(
         default_factory=dict,
@@ -230,7 +230,7 @@ class DataConfig(Section):
     )
     shuffle: bool = Field(True, description="Shuffle the order of each pass over the data (from the seed).")
     max_prompt_tokens: int = Field(512, ge=1, description="Longest prompt in tokens.")
-    max_tokens: int = Field(1024, ge=2, description="Longest training sequence in tokens (SFT).")
+    max_tokens: int = Field(1024, ge=2, description="Longest training sequence in tokens (SFT; DPO: prompt and completion).")
     too_long: Literal["error", "drop", "truncate_left", "truncate_right"] = Field(
         "error",
         description="A record longer than its limit: stop before training, leave it out (reported), or cut off its beginning "
@@ -358,7 +358,7 @@ class RecoveryConfig(Section):
     )
 
 
-FaultPhase = Literal["compute", "exchange", "salvage", "reduce", "vote", "commit", "apply", "heal", "spare", "save", "rollout"]
+FaultPhase = Literal["compute", "exchange", "salvage", "reduce", "vote", "commit", "apply", "heal", "spare", "save", "rollout", "send", "generate", "sync"]
 FaultKind = Literal["kill", "stop", "exit", "segv", "gil", "oom", "nan", "hang", "partition", "error"]
 
 
@@ -366,12 +366,13 @@ class Fault(Section):
     step: int = Field(
         ge=1,
         description="Global step (as logged) in which the fault happens; heal: the first heal from this step on; save: the step that "
-        "is saved; rollout: the step that the rollout precedes.",
+        "is saved; rollout, send, generate, sync: the step that the rollout precedes.",
     )
     phase: FaultPhase = Field(
         "compute",
         description="Where the victim is: a phase of the step transaction (`commit`: the step is recorded, the victim may not have "
-        "applied it), `spare`: idle, not placed; `save`, `rollout`: in that call.",
+        "applied it), `spare`: idle, not placed; `save`, `rollout`: in that call; `send`: a rank that serves weights "
+        "to rollout engines; `generate`, `sync`: a rollout engine that makes tokens, or gets weights.",
     )
     kind: FaultKind = Field(
         "kill",
@@ -379,8 +380,8 @@ class Fault(Section):
         "call that keeps the interpreter lock for ever, `oom` the main thread takes memory until RLIMIT_AS refuses, `nan` spoils the gradient, `hang` "
         "the main thread never goes on, `error` user code raises. `partition`: the control connection goes silent.",
     )
-    replica: int = Field(0, ge=0, description="Victim's replica; not used by phase spare.")
-    rank: int = Field(0, ge=0, description="Victim's rank inside its replica; phase spare: which of the idle spares.")
+    replica: int = Field(0, ge=0, description="Victim's replica; not used by phases spare, generate, sync.")
+    rank: int = Field(0, ge=0, description="Victim's rank inside its replica; phase spare: which of the idle spares; generate, sync: which of rollout.engines.")
     hold: bool = Field(
         False,
         description="kill, stop, partition: the victim stays where it enters the phase, and the fault comes once a rank of another replica is in the "
@@ -441,7 +442,9 @@ class LocalConfig(Section):
 
 
 class Config(Section):
-    recipe: Literal["sft", "grpo"] = Field(description="What to do: supervised fine-tuning or GRPO.")
+    recipe: Literal["sft", "grpo", "dpo"] = Field(
+        description="What to do: supervised fine-tuning, GRPO, or direct preference optimisation."
+    )
     run_dir: str = Field(
         "runs/default",
         description="Folder of this run: configs, checkpoints, logs, events, tensorboard, report.",
@@ -469,6 +472,7 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     data: DataConfig
     sft: SftConfig = SftConfig()
+    dpo: DpoConfig = DpoConfig()
     warmup: WarmupConfig = WarmupConfig()
     rl: RlConfig = RlConfig()
     rollout: RolloutConfig = RolloutConfig()

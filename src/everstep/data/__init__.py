@@ -63,6 +63,7 @@ def check(config: Config) -> PreparedData:
     format asks for or is too long, a token is outside the model's vocabulary, or the reward cannot be imported.
     Starts no process.
     """
+    from everstep.data.preferences import prepare_preferences
     from everstep.data.prepare import prepare_prompts, prepare_sft
     from everstep.engine.source import describe, load_tokenizer
 
@@ -75,6 +76,8 @@ def check(config: Config) -> PreparedData:
         records = load_records(spec, args, key)
         if key.startswith("data."):
             records = with_columns(records, data.columns, key)
+        if data.format == "preference":
+            return prepare_preferences(records, tokenizer, data.max_tokens, data.too_long, key)
         if prompts:
             return prepare_prompts(records, tokenizer, data.max_prompt_tokens, data.too_long, key)
         format = None if key == "warmup.source" else data.format

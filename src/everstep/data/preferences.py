@@ -89,7 +89,8 @@ def prepare_preferences(
 
 
 def _encode(number: int, record: Record, side: str, tokenizer: PreTrainedTokenizerBase, key: str) -> Tokens:
-    prompt, completion = prompt_of(number, record, key), record.get(side)
+    prompt = prompt_of(number, record, key)
+    completion: Any = record.get(side)
     if isinstance(prompt, str):
         text = string_of(number, record, side, key)
         ids = encode_prompt(tokenizer, prompt, where(number, "prompt", key))
@@ -100,9 +101,9 @@ def _encode(number: int, record: Record, side: str, tokenizer: PreTrainedTokeniz
         return Tokens(ids + answer, [0] * len(ids) + [1] * len(answer))
     if isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
-    messages: Any = [*prompt, *(completion or [])]
-    if len(messages) <= len(prompt) or messages[-1].get("role") != "assistant":
+    valid = isinstance(completion, list) and completion and all(isinstance(m, dict) for m in completion)
+    if not valid or completion[-1].get("role") != "assistant":
         raise BadInput(f"{where(number, side, key)} must be a string, or messages that end with one of role assistant")
-    ids, mask = encode_chat(tokenizer, messages, where(number, side, key))
+    ids, mask = encode_chat(tokenizer, [*prompt, *completion], where(number, side, key))
     before = len(encode_prompt(tokenizer, prompt, where(number, "prompt", key)))
     return Tokens(ids, [0] * before + mask[before:])  # what the assistant said in the prompt is no part of the choice

@@ -26,7 +26,8 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from everstep.engine import cpu, fusion, hf, lora
+from everstep.config import derive
+from everstep.engine import cpu, hf, lora
 from everstep.engine import state as rank_state
 from everstep.engine.arrange import Grid, Packed
 from everstep.engine.columns import Columns
@@ -126,7 +127,7 @@ class Engine:
         self._adapters = lora.pieces(self._table, config, layout)  # empty without LoRA
         self._frozen_digest: str | None = None
         self._deferred = config.engine.logprob_chunk_tokens > 0  # logits are computed chunk by chunk, outside the model
-        self._fused = fusion.chosen(config.engine, device)
+        self._fused = derive.fused_kernels(config.engine, cuda=device.type == "cuda")
         self._closed = self._aborted = False
         self._beside = beside
         if beside is not None and (beside.layout != layout or beside.position != position):
@@ -220,6 +221,10 @@ class Engine:
         """
         weights = lora.Merged(self._ddps) if self._adapters else rank_parameters(self._ddps)
         return self._each(hf.export(weights, self._table, self.arch))
+
+    def export_frozen(self) -> Iterator[tuple[str, Tensor]]:
+        """As ``export_hf``, without what adapters add."""
+        return self._each(hf.export(lora.without_adapters(self._ddps), self._table, self.arch))
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
         """The adapters alone, as ``export_hf``; named ``MODULE.lora_A.weight`` and ``MODULE.lora_B.weight``."""

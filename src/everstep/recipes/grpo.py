@@ -8,6 +8,7 @@ generated, and its own log-probabilities are the old ones.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,8 @@ from everstep.errors import BadInput
 from everstep.recipes import sft
 from everstep.recipes.run import Run, Stopwatch, step_metrics
 from everstep.recipes.schedule import learning_rate
-from everstep.rl import credit
-from everstep.rl.rewards import Scorer
+from everstep.rl import credit, dynamic
+from everstep.rl.rewards import Scorer, without_dropped
 from everstep.rl.rollout import Sampling, repeat_prompts
 from everstep.telemetry.console import Completion
 
@@ -59,14 +60,11 @@ def iterate(run: Run, reward: Scorer) -> None:
         iteration += 1
         watch = Stopwatch()
 
-        taken = run.data.train.batch(prompts.take(rl.prompts_per_step))
-        samples = repeat_prompts(taken, rl.samples_per_prompt)
-        samples = group.call("mesh", "generate", samples, Sampling.for_training(config))
-        watch.lap("gen")
-
-        scored = group.once(reward, samples)
-        scores = scored.values
-        watch.lap("reward")
+        more = functools.partial(scored_samples, run, reward, prompts, watch)
+        collected = dynamic.collect(more(rl.prompts_per_step), rl.dynamic_sampling_rounds, more)
+        run.dropped(collected.dropped)
+        samples = without_dropped(collected.samples)
+        scores = samples["scores"]
 
         if rl.kl_coef > 0:
             reference = group.call("mesh", "logprobs", samples, config.rollout.temperature, "reference")
@@ -87,11 +85,11 @@ def iterate(run: Run, reward: Scorer) -> None:
             result = group.train_step(batch, loss, lr, config.rollout.temperature)
             if update < updates:  # the last one is logged with the iteration, below
                 run.log(result.step, step_metrics(result, "actor"))
-        prompts.mark_trained(len(taken))
+        prompts.mark_trained(prompts.read - prompts.trained)
         kl_coef = credit.next_kl_coef(samples, rl, kl_coef)  # moves with the iteration's last commit, and is saved with it
         watch.lap("update_actor")
 
-        metrics = step_metrics(result, "actor") | credited | rollout_metrics(samples, config)
+        metrics = step_metrics(result, "actor") | credited | collected.metrics | rollout_metrics(samples, config)
         metrics |= {"training/iteration": float(iteration), "training/pass": prompts.trained / prompts.size}
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / watch.total
         metrics["timing_s/step"] = watch.total
@@ -100,8 +98,19 @@ def iterate(run: Run, reward: Scorer) -> None:
             watch.lap("testing")
         run.log(result.step, metrics | watch.seconds, show_at=iteration)
         run.completions(some_completions(samples, scores, config.telemetry.show_completions))
+        run.sample_table(result.step, iteration, samples)
         run.verify_if_due()
         run.save_if_due(state, last=iteration == rl.iterations)
+
+
+def scored_samples(run: Run, reward: Scorer, prompts: SampleStream, watch: Stopwatch, count: int) -> TrainingBatch:
+    """The completions of the next ``count`` prompts with their rewards: ``scores`` and ``dropped`` (B,)."""
+    taken = run.data.train.batch(prompts.take(count))
+    made = run.group.rollout(repeat_prompts(taken, run.config.rl.samples_per_prompt), Sampling.for_training(run.config))
+    watch.lap("gen")
+    found = run.group.once(reward, made)
+    watch.lap("reward")
+    return made.with_tensors(**found.tensors(drop=run.config.reward.on_error == "drop"))
 
 
 def warm_up(run: Run, state: Callable[[], dict[str, Any]]) -> None:
@@ -142,7 +151,7 @@ def evaluate(run: Run, reward: Scorer) -> float:
     """Share of held-out prompts whose (greedy) completion is right: a reward of at least 1."""
     assert run.data.eval is not None
     prompts = run.data.eval.first(run.config.rollout.eval_samples)
-    answered = run.group.call("mesh", "generate", repeat_prompts(prompts, 1), Sampling.for_evaluation(run.config))
+    answered = run.group.rollout(repeat_prompts(prompts, 1), Sampling.for_evaluation(run.config))
     scores = run.group.once(reward, answered).values
     return float((scores >= 1.0).float().mean())
 

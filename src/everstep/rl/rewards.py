@@ -50,6 +50,18 @@ class Scores:
     failed: dict[int, str] = field(default_factory=dict)
     terms: dict[str, float] = field(default_factory=dict)
 
+    def tensors(self, drop: bool) -> dict[str, Tensor]:
+        """As columns of the samples: ``scores`` (B,), and ``dropped`` (B,), 1 for those that failed if they are to be dropped."""
+        dropped = torch.zeros_like(self.values)
+        if drop:
+            dropped[list(self.failed)] = 1.0
+        return {"scores": self.values, "dropped": dropped}
+
+
+def without_dropped(samples: TrainingBatch) -> TrainingBatch:
+    """The same samples; of those that are ``dropped`` (B,) no token counts: they weigh nothing, in their group neither."""
+    return samples.with_tensors(loss_mask=samples["loss_mask"] * (1.0 - samples["dropped"]).unsqueeze(1))
+
 
 class Scorer:
     """The reward of a run. Close it (``with``): it may hold processes, which are started when they are first needed.

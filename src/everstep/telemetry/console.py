@@ -33,6 +33,9 @@ Mode = Literal["auto", "rich", "plain", "none"]
 STEP_LINE = (
     ("train/loss", "loss", ".4f"),
     ("val/loss", "held-out loss", ".4f"),
+    ("dpo/loss", "loss", ".4f"),
+    ("dpo/reward_margin", "margin", ".4f"),
+    ("val/accuracy", "held-out accuracy", ".3f"),
     ("critic/score/mean", "reward", ".3f"),
     ("val-core/acc/mean@1", "held-out accuracy", ".3f"),
     ("actor/pg_loss", "pg loss", ".4f"),
@@ -212,7 +215,7 @@ class Console:
 def recovery_line(recovery: Recovery) -> str:
     """Who, cause, detected after, stalled for, full strength after, redone."""
     if recovery.replica < 0:
-        return f"recovery: a spare died in step {recovery.step} ({recovery.cause}); training was not concerned"
+        return f"recovery: {recovery.who} died in step {recovery.step} ({recovery.cause}); training was not concerned"
     parts = [f"recovery: replica {recovery.replica} rank {recovery.rank} died in step {recovery.step} ({recovery.cause})"]
     if recovery.detect_s is not None:
         parts.append(f"noticed after {recovery.detect_s:.3f} s")

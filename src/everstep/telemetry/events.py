@@ -34,6 +34,10 @@ Epoch = int | tuple[int, ...]
 """A view's epoch: a counter, or (coordinator incarnation, counter). Compared with ``epoch_key``."""
 
 
+#: In the place of a replica, for the position of a rollout engine; ``rank`` is its number then. An idle spare has -1, -1.
+ENGINES = -2
+
+
 @dataclass(frozen=True)
 class EventKind:
     """One line of the registry: what the event means, who writes it, and the fields a reader may rely on."""
@@ -136,6 +140,23 @@ EVENTS: dict[str, EventKind] = {
     ),
     "tracker_failed": _kind("lead", "A tracker (TensorBoard, wandb, MLflow) failed and is left out from now on.", "tracker reason"),
     "verify": _kind("lead", "The state hashes of all ranks were compared.", "equal hashes", step=True),
+    # rollout engines
+    "rollout_start": _kind("lead", "A rollout engine was started in the place of a dead one; it has no weights yet.", "engine instead_of"),
+    "rollout_sync_begin": _kind(
+        "rank", "A rollout engine begins to get weights of `step`; until it has them all it holds none.", "engine kind", step=True
+    ),
+    "rollout_made": _kind(
+        "rank", "A rollout engine completed samples; `version`: the committed step of the weights it holds.", "engine samples version"
+    ),
+    "rollout_sync": _kind(
+        "rank",
+        "A rollout engine got weights. `kind`: all of them, the frozen base (LoRA), or adapters, with which it serves `step`.",
+        "engine kind nbytes seconds",
+        step=True,
+    ),
+    "rollout_death": _kind(
+        "lead", "A rollout engine died: `requeued` sequences go on elsewhere, with what it had made of them.", "engine cause requeued dropped"
+    ),
     # membership
     "view": _kind(
         "lead",

@@ -22,6 +22,7 @@ from typing import TextIO
 from everstep.checkpoint import manifest
 from everstep.telemetry.events import Epoch, Event, epoch_key, of_kind, read_history
 from everstep.telemetry.recoveries import account
+from everstep.telemetry.rollout_history import stale_serving
 
 Key = tuple[int, ...]
 
@@ -318,6 +319,13 @@ def checkpoints_complete(record: Record) -> tuple[str, bool]:
     return f"{len(saves)} saved; {named.name} verified byte by byte", True
 
 
+def engines_serve_whole_weights(record: Record) -> tuple[str, bool]:
+    looked_at, wrong = stale_serving(record.events)
+    if wrong:
+        raise Broken(wrong)
+    return f"{looked_at} completions by rollout engines" if looked_at else "no rollout engine completed anything", looked_at > 0
+
+
 INVARIANTS: dict[int, tuple[str, Callable[[Record], tuple[str, bool]]]] = {
     1: ("members hold equal state at every comparison, and equal totals at every commit", equal_state),
     2: ("committed steps are contiguous, each applied exactly once by each member", contiguous_and_applied_once),
@@ -327,6 +335,7 @@ INVARIANTS: dict[int, tuple[str, Callable[[Record], tuple[str, bool]]]] = {
     7: ("the pointer names a complete, checksummed checkpoint", checkpoints_complete),
     8: ("every fault ends in progress or a typed error; no process is left", faults_end),
     9: ("a slot is computed again only if its owner died, or if the step was dealt anew", redo_is_bounded),
+    10: ("a rollout engine serves only weights that it has got whole, and says which", engines_serve_whole_weights),
 }
 
 

@@ -48,6 +48,8 @@ METRICS: dict[str, str] = {
     "moe/aux_loss": "Auxiliary loss of experts (mean over layers, without its coefficient; k if all get as many tokens).",
     "moe/max_load": "Tokens of a layer's busiest expert over those of an average one, mean over layers; 1: balanced.",
     "moe/idle_experts": "Share of all experts that got no token in the step.",
+    "train/num_gen_batches": "Generations of the iteration: 1, and those of dynamic sampling.",
+    "train/dropped_groups": "Share of the iteration's prompts that dynamic sampling left out.",
     "train/loss": "Mean next-token loss of SFT over the target tokens, nats.",
     "train/grad_norm": "Norm of the whole gradient before clipping (SFT).",
     "train/lr": "Learning rate of the update (SFT).",

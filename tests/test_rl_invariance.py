@@ -76,7 +76,7 @@ def every_cut(rank: int, layouts: list[Layout]) -> dict[str, dict[str, Any]]:
         engine.load_pretrained(hf_model(model).state_dict())
         for name, spec in SPECS.items():
             base = None
-            for cut in CUTS:
+            for cut in CUTS if layout.ranks_per_replica == 1 else CUTS[1::2]:
                 if layout.dp * (cut.get("micro_batch_size") or 1) > 8:
                     continue
                 slots = [slot[at.dp] for slot in cut_slots(samples(), TrainConfig(**cut), layout.dp)]
@@ -104,8 +104,8 @@ def same(a: dict[str, Any], b: dict[str, Any], where: object) -> None:
 
 
 def test_every_way_to_cut_a_step_gives_the_same_step() -> None:
-    (one,) = run_ranks(every_cut, 1, [Layout()], join=False)
-    two = run_ranks(every_cut, 2, [Layout(tp=2), Layout(cp=2), Layout(dp=2)], join=False)
+    (one,) = run_ranks(every_cut, 1, [Layout()], join=False, deadline_s=200)
+    two = run_ranks(every_cut, 2, [Layout(tp=2), Layout(cp=2), Layout(dp=2)], join=False, deadline_s=200)
     for name in SPECS:
         same(one[name], two[0][name], name)
         assert one[name]["norm2"] > 0 and one[name]["metrics"]["loss"] != 0

@@ -41,9 +41,9 @@ def rows(run: Finished) -> dict[int, dict[str, float]]:
 
 
 def test_a_run_that_was_interrupted_goes_on_with_the_same_prompts_and_the_same_coefficient(reward: str, tmp_path: Path) -> None:
-    """Dynamic sampling, the adaptive coefficient and dropped samples; in one go on one replica, and with a stop on two."""
+    """Dynamic sampling, the adaptive coefficient and dropped samples; in one go, and with a stop."""
     same = [*SHORT, *EVERYTHING, reward, "faults=[]"]
-    whole = finish(config(DEMO, tmp_path / "whole", *same, "rl.iterations=4", "layout.replicas=1", "checkpoint.at_end=false"), host=ForkedHost)
+    whole = finish(config(DEMO, tmp_path / "whole", *same, "rl.iterations=4", "layout.replicas=2", "checkpoint.at_end=false"), host=ForkedHost)
     parts = functools.partial(config, DEMO, tmp_path / "parts", *same, "layout.replicas=2")
     finish(parts("rl.iterations=2"), host=ForkedHost)
     run = finish(parts("rl.iterations=4", "resume=must", "checkpoint.at_end=false"), host=ForkedHost)

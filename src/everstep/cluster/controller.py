@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shutil
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,10 +24,11 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.dispatch import get_dispatch, ranks_of
 from everstep.cluster.group import StepResult
 from everstep.cluster.host import Host, ProcessEnded, WorkerSpec
+from everstep.cluster.island import Round, island_folder
 from everstep.cluster.owed import Owed
 from everstep.cluster.repair import Repair
 from everstep.cluster.results import combine, compare_hashes
-from everstep.cluster.slots import cut_slots, sample_ids
+from everstep.cluster.slots import cut_round, cut_slots, require_synchronous, sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
 from everstep.cluster.worker import Formation, called_off
 from everstep.config import derive
@@ -304,8 +306,23 @@ class Controller:
         return results
 
     def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
-        step = self.committed_step + 1
+        require_synchronous(self.config)
         slots = cut_slots(batch, self.config.train, self.layout.dp)
+        return self._step(slots, loss, lr, "train_step", lambda step, shared: (step, shared, loss, lr, temperature))
+
+    def train_round(
+        self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None
+    ) -> StepResult:
+        slots, bounds = cut_round(batches, self.config, rollout is not None)
+        make: Callable[[int], Round] = lambda step: Round(step, bounds, tuple(lrs), temperature)
+        return self._step(slots, loss, lrs[-1], "train_round", lambda step, shared: (make(step), shared, loss, rollout))
+
+    def _step(
+        self, slots: list[tuple[TrainingBatch, ...]], loss: LossSpec, lr: float, method: str,
+        arguments: Callable[[int, Any], tuple[Any, ...]],
+    ) -> StepResult:
+        """One transaction over ``slots``. ``arguments``: of the worker's method, from the step and the slots as the host shares them."""
+        step = self.committed_step + 1
         share = _Sharing(self._host)
         shared = self._host.slots([[share(micro) for micro in slot] for slot in slots])
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + share.nbytes, self.dispatch_seconds + share.seconds
@@ -327,7 +344,7 @@ class Controller:
                         called.add(member)
                         life = (member.replica, member.build)
                         for worker in member.workers:
-                            call = self._host.submit(worker, life, "train_step", step, shared, loss, lr, temperature)
+                            call = self._host.submit(worker, life, method, *arguments(step, shared))
                             pending[call] = worker, member
             else:
                 owing = [(worker, member) for worker, member in pending.values() if view.member(member.replica) == member]
@@ -373,7 +390,7 @@ class Controller:
                 calls = {self._host.submit(w, life, "save_shard", folder): i for i, w in enumerate(member.workers)}
                 shards = self._gather(calls, [(w, member) for w in member.workers], "save_shard")
                 if shards is not None:
-                    return shards
+                    return shards + (self._save_islands(folder, member) if self.config.semisync.method != "none" else [])
                 # Its living ranks may still write: two writers of one file would spoil it.
                 if not self._all_done(calls, _DEATH_CONFIRM_S):
                     raise DeadlineExceeded(
@@ -383,6 +400,23 @@ class Controller:
 
         state = SavedRun(self.committed_step, self._reference, recipe_state)
         return saving.save(self._run_dir.checkpoints, state, self.layout, self.config.checkpoint.keep_last, write, self._events)
+
+    def _save_islands(self, folder: Path, writer: Member) -> list[Shard]:
+        """The other replicas' local state. Of one that dies meanwhile there is none: it will begin where ``writer`` is."""
+        shards: list[Shard] = []
+        view = self.server.coordinator.view
+        for member in view.members:
+            if member == writer or member.replica in view.healing:
+                continue
+            life = (member.replica, member.build)
+            calls = {self._host.submit(w, life, "save_island", folder): i for i, w in enumerate(member.workers)}
+            written = self._gather(calls, [(w, member) for w in member.workers], "save_island")
+            if written is not None:
+                shards += written
+            else:
+                self._all_done(calls, _DEATH_CONFIRM_S)
+                shutil.rmtree(island_folder(folder, member.replica), ignore_errors=True)  # what it wrote of it
+        return shards
 
     def load(self, path: Path) -> dict[str, Any]:
         """Before the first step only: every rank reads its shard; the coordinator continues from the checkpoint's step."""

@@ -7,7 +7,7 @@ that every rank sees the same ones. A recipe written against this module cannot 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -37,6 +37,7 @@ class StepResult:
     slots: int = 0
     slots_redone: int = 0
     members: tuple[int, ...] = ()
+    link_bytes: float = 0.0       # sent over the link by the ranks of one replica, mean over replicas
 
 
 class Group(Protocol):
@@ -76,6 +77,16 @@ class Group(Protocol):
 
     def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
         """One step transaction over ``batch`` (all of it, over all replicas). Returns after its commit was applied."""
+
+    def train_round(
+        self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None
+    ) -> StepResult:
+        """One round of semi-synchronous training (``semisync.method``), which is one transaction: a batch, over all replicas, and a
+        learning rate for each inner step. Each replica makes the steps on its share; then a fragment of the weights is synchronised.
+
+        ``rollout``: a factory of an everstep.cluster.island.Rollout; ``batches`` are then prompts, of which each replica makes its samples
+        with the weights that it has by then. Loss and metrics are over all inner steps, ``grad_norm`` is the mean pseudo-gradient's.
+        """
 
     def once(self, function: Callable[..., T], *args: Any) -> T:
         """``function(*args)`` computed in one place, its result known everywhere (rewards, files, anything not repeatable)."""

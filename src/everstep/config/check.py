@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from everstep.cluster.environment import check_user_environment, detect_launcher, inside_torchrun
-from everstep.config import derive
+from everstep.config import derive, semisync
 from everstep.config.schema import Config, Fault
 from everstep.data.source import REASONING_GYM, is_path
 from everstep.engine.source import ModelShape, describe, resolve
@@ -58,6 +58,7 @@ def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> deriv
     shape = describe(config.model)
     check_model(shape, sizes.layout, config.model.path)
     _check_experts(config, shape, sizes.layout)
+    semisync.check(config, shape)
     _check_data_files(config)
     _check_functions(config)
     check_trackers(config)

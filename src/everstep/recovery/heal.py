@@ -34,9 +34,14 @@ MARK = struct.Struct("!qQQ")  # version, bytes, checksum
 
 
 class State(Protocol):
-    """A rank's versioned state. ``version`` is the last applied step, or None while it is being changed (dirty)."""
+    """A rank's versioned state. ``version`` is the last applied step, or None while it is being changed (dirty).
+
+    ``island``: a version says only what all replicas agree on, and each has local state beside it. The ranks of a replica must then
+    all have it from one source.
+    """
 
     version: int | None
+    island: bool
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Named views of everything, contiguous; writing into them changes the state."""

@@ -106,6 +106,12 @@ EVENTS: dict[str, EventKind] = {
         step=True,
         epoch=True,
     ),
+    "inner_step": _kind(
+        "rank",
+        "Semi-synchronous training: the rank made inner step `inner` (from 0) of the `of` of a round, on these slots.",
+        "replica rank inner of slots seconds",
+        step=True,
+    ),
     "link_used": _kind(
         "rank",
         "The rank takes a link for this view; `built`: it was ready, as a standby or a joiner's (else it was formed now).",

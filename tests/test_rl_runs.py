@@ -11,7 +11,9 @@ from tests.support.runs import DEMO, ROOT, Finished, config, finish, gone
 from tests.test_faults import assert_invariants
 
 from everstep.cluster.forked import ForkedHost
+from everstep.telemetry.history import check, worst
 from everstep.telemetry.metrics import read_metrics
+from everstep.telemetry.recoveries import account
 
 pytestmark = [pytest.mark.timeout(300)]
 
@@ -48,11 +50,14 @@ def test_a_run_that_was_interrupted_goes_on_with_the_same_prompts_and_the_same_c
     finish(parts("rl.iterations=2"), host=ForkedHost)
     run = finish(parts("rl.iterations=4", "resume=must", "checkpoint.at_end=false"), host=ForkedHost)
     assert run.final_hashes == whole.final_hashes
-    assert_invariants(run, steps=10)
+    books = account(run.events)
+    assert books.exact and books.committed == 10 and books.samples_dropped == sum(len(e["samples"]) for e in run.kind("drop"))
+    assert worst(check(run.folder)) == 0
 
     dropped = [(e["samples"], e["reason"]) for e in run.kind("drop")]
     assert dropped == [(e["samples"], e["reason"]) for e in whole.kind("drop")] and len(dropped) > 3
-    assert {reason.split(" rewards ")[0] for _, reason in dropped} >= {"0 of 8", "all"} or any("all rewards are" in r for _, r in dropped)
+    reasons = {reason for _, reason in dropped}
+    assert "0 of 8 rewards did not fail" in reasons and any(reason.startswith("all rewards are") for reason in reasons)
     failed = run.kind("reward_failed")
     assert failed and {e["action"] for e in failed} == {"drop"} and "RuntimeError: no zeros, please" in failed[0]["reasons"][0]
 

@@ -31,7 +31,7 @@ from everstep.config.schema import Config
 from everstep.data import PreparedData
 from everstep.data import check as check_data
 from everstep.errors import EverstepError, Interrupted, InvariantViolated
-from everstep.recipes import dpo, grpo, sft
+from everstep.recipes import dpo, grpo, ppo, sft
 from everstep.recipes.run import Run
 from everstep.recovery.view import Kind, Record
 from everstep.run_dir import RunDir, check_run_dir, prepare_run_dir
@@ -45,7 +45,7 @@ from everstep.telemetry.report import reward_curve, summary_table
 from everstep.telemetry.status import Pulse
 from everstep.telemetry.trackers import open_trackers
 
-RECIPES = {"sft": sft.train, "grpo": grpo.train, "dpo": dpo.train}
+RECIPES = {"sft": sft.train, "grpo": grpo.train, "ppo": ppo.train, "dpo": dpo.train}
 
 
 def launch(config: Config | str | os.PathLike[str], overrides: Sequence[str] = (), clean: bool = False) -> Group:

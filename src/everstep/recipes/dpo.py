@@ -28,21 +28,21 @@ def train(run: Run) -> None:
     while group.committed_step < total:
         watch = Stopwatch()
         batch = with_reference(run, data.batch(pairs.take(config.dpo.pairs_per_step)))
-        watch.lap("ref")
+        watch.lap("timing_s/ref")
         lr = learning_rate(config.optimizer, group.committed_step + 1, total)
         result = group.train_step(batch, loss, lr)
         pairs.mark_trained(config.dpo.pairs_per_step)
         tokens = sum(batch.token_counts())
-        watch.lap("step")
+        watch.lap("timing_s/step")
         metrics = step_metrics(result, "train") | {
             "training/pass": pairs.trained / pairs.size,
             "perf/total_num_tokens": float(tokens),
-            "perf/throughput": tokens / watch.total,
+            "perf/throughput": tokens / watch.wall,
         }
         last = result.step == total
         if run.data.eval and (last or (config.dpo.eval_every and result.step % config.dpo.eval_every == 0)):
             metrics |= held_out(run, run.data.eval.first(config.dpo.eval_pairs))
-            watch.lap("testing")
+            watch.lap("timing_s/testing")
         run.log(result.step, metrics | watch.seconds, show_at=result.step)
         run.verify_if_due()
         run.save_if_due(state, last=last)

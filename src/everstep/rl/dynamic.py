@@ -25,7 +25,7 @@ def collect(scored: TrainingBatch, rounds: int, more: Callable[[int], TrainingBa
     """Groups with a difference in their rewards, refilled.
 
     Args:
-        scored: the first samples, with the column ``group`` and the tensors ``scores`` and ``dropped`` (B,); the latter is 1
+        scored: the first samples, with the column ``group`` and the tensors ``scores`` and perhaps ``dropped`` (B,), which is 1
             for completions whose reward failed and that do not count (reward.on_error=drop). As many groups are wanted as it has.
         rounds: how often groups are replaced at most; 0: all are taken as they are. If there are too few after that, the last ones that were left out fill the
             rest, as without dynamic sampling.
@@ -61,7 +61,8 @@ def collect(scored: TrainingBatch, rounds: int, more: Callable[[int], TrainingBa
 
 def why_useless(group: TrainingBatch) -> str | None:
     """The reason why the completions of one prompt have no advantage; None if they have."""
-    counted = [score for score, gone in zip(group["scores"].tolist(), group["dropped"].tolist(), strict=True) if not gone]
+    gone = group["dropped"].tolist() if "dropped" in group else [0.0] * len(group)
+    counted = [score for score, out in zip(group["scores"].tolist(), gone, strict=True) if not out]
     if len(counted) < 2:
         return f"{len(counted)} of {len(group)} rewards did not fail"
     if len(set(counted)) == 1:

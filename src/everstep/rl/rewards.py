@@ -50,16 +50,24 @@ class Scores:
     failed: dict[int, str] = field(default_factory=dict)
     terms: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The means of the terms, if there are several."""
+        return {f"reward_terms/{name}": mean for name, mean in self.terms.items()} if len(self.terms) > 1 else {}
+
     def tensors(self, drop: bool) -> dict[str, Tensor]:
-        """As columns of the samples: ``scores`` (B,), and ``dropped`` (B,), 1 for those that failed if they are to be dropped."""
+        """As columns of the samples: ``scores`` (B,); with ``drop`` also ``dropped`` (B,), 1 for those that failed."""
+        if not drop:
+            return {"scores": self.values}
         dropped = torch.zeros_like(self.values)
-        if drop:
-            dropped[list(self.failed)] = 1.0
+        dropped[list(self.failed)] = 1.0
         return {"scores": self.values, "dropped": dropped}
 
 
 def without_dropped(samples: TrainingBatch) -> TrainingBatch:
     """The same samples; of those that are ``dropped`` (B,) no token counts: they weigh nothing, in their group neither."""
+    if "dropped" not in samples:
+        return samples
     return samples.with_tensors(loss_mask=samples["loss_mask"] * (1.0 - samples["dropped"]).unsqueeze(1))
 
 

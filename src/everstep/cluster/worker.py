@@ -467,11 +467,16 @@ class Worker:
 
         Whatever is called next brings back what it needs. DeadlineExceeded if a heal that was called off reads the state still.
         """
-        return self._offload(self.engine, parameters, gradients, optimizer)
+        return self._of_all_models(lambda engine: self._offload(engine, parameters, gradients, optimizer))
 
     def backload_to_gpu(self, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
         """Bytes taken on this rank's device, by part: the inverse of ``offload_to_cpu``, ahead of the first use."""
-        return self.engine.backload_to_gpu(parameters, gradients, optimizer)
+        return self._of_all_models(lambda engine: engine.backload_to_gpu(parameters, gradients, optimizer))
+
+    def _of_all_models(self, move: Callable[[Engine], dict[Part, int]]) -> dict[Part, int]:
+        """Bytes moved, by part, of the actor and of its critic if there is one."""
+        moved = [move(engine) for engine in (self.engine, self.state.critic) if engine]
+        return {part: sum(one[part] for one in moved) for part in moved[0]}
 
     def _offload(self, engine: Engine, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
         if self._transaction is not None:

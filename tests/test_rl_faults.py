@@ -198,7 +198,7 @@ stops_in_first, stops_in_second = stopped_in("update_actor", 1), stopped_in("upd
 @pytest.mark.parametrize("stops", ["second", pytest.param("first", marks=pytest.mark.full)])
 def test_a_resumed_run_finishes_the_iteration_with_the_samples_that_it_had(stops, calm, tmp_path):
     """Stopped with the stages done and no update made; the record is on disk, and nothing is generated again."""
-    same = [*SMALL, "layout.replicas=1", "layout.spares=0", "faults=[]", "checkpoint.every_steps=1", f"pipeline=tests.test_rl_faults:stops_in_{stops}"]
+    same = [*SMALL, "layout.replicas=1", "layout.spares=0", "faults=[]", "checkpoint.every_steps=1", "checkpoint.asynchronous=false", f"pipeline=tests.test_rl_faults:stops_in_{stops}"]
     first = WARM if stops == "first" else FIRST - 1
     with pytest.raises(EverstepError, match="stopped before update_actor"):
         finish(config(PPO, tmp_path / "run", *same), host=ForkedHost)
@@ -219,7 +219,7 @@ def test_a_resumed_run_finishes_the_iteration_with_the_samples_that_it_had(stops
 
 @pytest.mark.full
 def test_a_record_that_was_damaged_meanwhile_is_made_again(calm, tmp_path):
-    same = [*SMALL, "layout.replicas=1", "layout.spares=0", "faults=[]", "checkpoint.every_steps=1", "pipeline=tests.test_rl_faults:stops_in_second"]
+    same = [*SMALL, "layout.replicas=1", "layout.spares=0", "faults=[]", "checkpoint.every_steps=1", "checkpoint.asynchronous=false", "pipeline=tests.test_rl_faults:stops_in_second"]
     with pytest.raises(EverstepError, match="stopped before"):
         finish(config(PPO, tmp_path / "run", *same), host=ForkedHost)
     (left,) = (tmp_path / "run" / "iterations").iterdir()

@@ -28,7 +28,7 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.group import Role
 from everstep.cluster.island import Island, Round, RoundWork, without_participants
 from everstep.cluster.rank_state import Kept, WholeState, clip
-from everstep.cluster.slots import in_order, micro_batches
+from everstep.cluster.slots import micro_batches, with_evaluated
 from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.engine import cpu, source
@@ -454,13 +454,13 @@ class Worker:
         name = "logprobs" if model == "policy" else "ref_logprobs"
         cut = micro_batches(batch, self.config.train)
         results = self._work_with("actor").logprobs([micro for _, micro in cut], temperature, model)
-        return _with_evaluated(batch, name, [indices for indices, _ in cut], results)
+        return with_evaluated(batch, name, cut, results)
 
     def values(self, batch: TrainingBatch) -> TrainingBatch:
         """Adds the critic's ``values``, shape (B, T), float32: column t of the state in which token t is chosen."""
         cut = micro_batches(batch, self.config.train)
         results = self._work_with("critic").values([micro for _, micro in cut])
-        return _with_evaluated(batch, "values", [indices for indices, _ in cut], results)
+        return with_evaluated(batch, "values", cut, results)
 
     def keep_reference(self) -> None:
         """The current weights become the reference model."""
@@ -570,13 +570,6 @@ class Worker:
             for _ in weights:
                 pass  # a collective: every rank of the replica takes part
         self._rollout_weights = self.state.weights_key
-
-
-def _with_evaluated(batch: TrainingBatch, name: str, indices: list[list[int]], results: list[torch.Tensor] | None) -> TrainingBatch:
-    """``batch`` with the tensor ``name`` (B, T); no samples from a rank that does not collect, or of an empty batch."""
-    if not results:
-        return batch.slice(0, 0).with_tensors(**{name: torch.zeros(0, batch.width)})
-    return batch.with_tensors(**{name: in_order(batch, indices, results)})
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -120,7 +120,8 @@ class StepWork:
         return self._engine.squared_norm(gradients) ** 0.5 / float(sums[0])
 
     def apply(self, total: Total) -> None:
-        self._engine.apply(total.gradients, clip(self._engine, total.grad_norm) / total.divisor, self._lr)
+        gradients = [g.to(self._worker.device) for g in total.gradients]
+        self._engine.apply(gradients, clip(self._engine, total.grad_norm) / total.divisor, self._lr)
 
 
 class Worker:
@@ -250,18 +251,15 @@ class Worker:
             for name, tensor in self._state.tensors(frozen=True).items():
                 tensor.copy_(kept.tensors[name])
             self._state.version = kept.version
-        replica, rank = formation.replica, formation.rank
+        replica, rank, recovery, control = formation.replica, formation.rank, self.config.recovery, self.control
         build: Callable[[str, Any], Link] = lambda name, replicas: Link(
-            name, replicas, replica, rank, self._open_store(), self.device, self.config.recovery.link_timeout_s
+            name, replicas, replica, rank, self._open_store(), self.device, recovery.link_timeout_s
         )
-        self._links = Links(build, self.config.recovery.link_timeout_s)
-        world = ReplicaWorld(str(replica), size, self.config.recovery.step_timeout_s, self._is_broken)
-        healing = Healing(
-            replica, rank, self.store, self.control.local_host, self._state, self.config.recovery.heal_timeout_s, self.events
-        )
+        self._links = Links(build, recovery.link_timeout_s)
+        world = ReplicaWorld(str(replica), size, recovery.step_timeout_s, self._is_broken)
+        healing = Healing(replica, rank, self.store, control.local_host, self._state, recovery, self.events, control.wants_heal)
         self._transaction = Transaction(
-            self.config.recovery, replica, formation.build, rank, self.worker_id, self.control, self._links, world, healing,
-            self._state, self.events,
+            recovery, replica, formation.build, rank, self.worker_id, control, self._links, world, healing, self._state, self.events
         )
         self.events.emit("form", epoch=self.control.epoch.key, replica=replica, rank=rank, build=formation.build, world_size=size)
         how = formation.start if formation.start == "peer" else self.config.model.init
@@ -270,10 +268,12 @@ class Worker:
     def leave(self) -> None:
         """Drop all groups, now: closed sockets are how ranks that still wait for this one learn that it left. A clean state
         is kept for the next formation."""
-        state, links, formation = self._state, self._links, self._formation
+        state, links, formation, transaction = self._state, self._links, self._formation, self._transaction
         self._state = self._transaction = self._links = self._formation = None
         if links:
             links.drop_all()
+        if transaction:
+            transaction.close()
         if state is None or formation is None:
             return
         if state.version is not None and not state.island:  # an island's ranks all begin where one other island is
@@ -470,7 +470,7 @@ class Worker:
     def offload_to_cpu(self, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
         """Bytes freed on this rank's device, by part, their contents being in host memory now; see ``Engine.offload_to_cpu``.
 
-        Whatever is called next brings back what it needs. DeadlineExceeded if a heal that was called off reads the state still.
+        Whatever is called next brings back what it needs.
         """
         return self._of_all_models(lambda engine: self._offload(engine, parameters, gradients, optimizer))
 

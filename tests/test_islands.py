@@ -6,7 +6,9 @@ it was doing when it died, and end with the same bits.
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from everstep.checkpoint import manifest
 from everstep.cluster import island
 from everstep.cluster.forked import ForkedHost
+from everstep.recovery import semisync
 from everstep.telemetry.history import check
 from everstep.telemetry.metrics import read_metrics
 from everstep.telemetry.recoveries import account
@@ -188,6 +191,44 @@ def test_a_round_that_is_not_finite_twice_is_skipped_and_restores_the_last_commi
     for replica in (None, 1):
         one, two = saved(run, replica), saved(before, replica)
         assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def at_the_end_only() -> None:
+    """Nothing is sent while inner steps go on."""
+    semisync.RoundLedger.send_ahead = lambda self, moved: None  # type: ignore[method-assign]
+
+
+def one_replica_at_the_end_only() -> None:
+    """Replica 1 sends nothing ahead, so what replica 0 sent must be given up."""
+    send = semisync.RoundLedger.send_ahead
+    semisync.RoundLedger.send_ahead = (  # type: ignore[method-assign]
+        lambda self, moved: send(self, moved) if os.environ["EVERSTEP_REPLICA"] == "0" else None
+    )
+
+
+def lost_by_one_replica() -> None:
+    """Replica 1 got no total, so the one that replica 0 has must not be used."""
+    run = semisync.Ahead._run
+
+    def losing(self: semisync.Ahead) -> None:
+        run(self)
+        if os.environ["EVERSTEP_REPLICA"] == "1":
+            self._total = None
+
+    semisync.Ahead._run = losing  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("prepare", [at_the_end_only, pytest.param(one_replica_at_the_end_only, marks=pytest.mark.full), lost_by_one_replica])
+def test_what_is_sent_ahead_is_what_would_be_sent_at_the_end(prepare, tmp_path):
+    ahead = trained(tmp_path / "ahead", *STREAMING)
+    assert_sound(ahead)
+    sent = ahead.kind("sent_ahead")
+    assert sorted((e.step, e["replica"], e["inner"]) for e in sent) == [(s, r, INNER - 1) for s in range(1, ROUNDS + 1) for r in range(2)]
+    made = {(e.step, e["replica"]): e.t_mono for e in ahead.kind("inner_step") if e["inner"] == INNER - 1}
+    assert all(e.t_mono < made[e.step, e["replica"]] for e in sent)
+    late = finish(config(SFT, tmp_path / "late", *STREAMING), host=functools.partial(ForkedHost, prepare=prepare))
+    assert_sound(late)
+    assert final(late) == final(ahead)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------------------

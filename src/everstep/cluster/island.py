@@ -173,7 +173,8 @@ class RoundWork:
         return state
 
     def ledger(self) -> Ledger:
-        return RoundLedger(self._round.inner_of, self._moved, self._worker.config.semisync.should_quantize)
+        self._ledger = RoundLedger(self._round.inner_of, self._moved, self._worker.config.semisync.should_quantize, delayed=self._delay > 0)
+        return self._ledger
 
     def restart(self) -> None:
         self._begin()
@@ -191,6 +192,8 @@ class RoundWork:
             self._salvaging, self._taken = True, None  # what is sent covers what was salvaged
         if not self._salvaging and self._inner <= self._last_before_sending < inner:
             self._taken = self._island.outer.pseudo_gradient(self._worker.engine.stepped())
+            self._ledger.send_ahead([t.clone() for t in self._taken])  # while the inner steps that are left are made
+            self._worker.tell_sent_ahead(self.step, inner)
         self._inner = inner
         start = time.monotonic()
         sums = self._poison() if self._poisoned else self._inner_step(inner, slots)

@@ -391,6 +391,9 @@ class Worker:
         self.events.emit("inner_step", step=step, replica=self.formation.replica, rank=self.formation.rank, inner=inner, of=of,
                          slots=list(slots), seconds=seconds)
 
+    def tell_sent_ahead(self, step: int, inner: int) -> None:
+        self.events.emit("sent_ahead", step=step, replica=self.formation.replica, rank=self.formation.rank, inner=inner)
+
     def seed_of(self, step: int, slot: int, dp: int) -> int:
         return _seed(self.config.seed, step, slot, dp)
 

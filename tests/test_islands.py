@@ -142,7 +142,9 @@ def test_any_replica_may_die_at_any_moment(phase, replica, how, tmp_path):
     assert_sound(trained(tmp_path, *how, "layout.replicas=3", fault(phase, replica)))
 
 
-@pytest.mark.parametrize("shape", [["layout.tp=2", "engine.sequence_parallel=true"], ["layout.pp=2"]], ids=["tp2", "pp2"])
+@pytest.mark.parametrize("shape", [
+    pytest.param(["layout.tp=2", "engine.sequence_parallel=true"], id="tp2"), pytest.param(["layout.pp=2"], id="pp2", marks=pytest.mark.full),
+])
 def test_a_replica_that_lost_a_rank_comes_back_whole_from_one_island(shape, tmp_path):
     """The living rank of the broken replica brings nothing along: both ranks begin where one other island is. Streaming, so that local
     weights differ between replicas."""
@@ -158,6 +160,7 @@ def test_a_replica_that_lost_a_rank_comes_back_whole_from_one_island(shape, tmp_
     assert {e["rank"] for e in after} == {0, 1}
 
 
+@pytest.mark.full
 def test_a_joiner_does_not_count_in_its_first_round(tmp_path):
     """It heals at the boundary and sends zeros: the mean is over those that made inner steps, so its peer alone decides that round."""
     run = trained(tmp_path, *DILOCO, f"sft.steps={10 * INNER}", "layout.spares=1", fault("compute", 1))
@@ -166,6 +169,37 @@ def test_a_joiner_does_not_count_in_its_first_round(tmp_path):
     assert not [e for e in run.kind("inner_step") if e.step == first and e["replica"] == 1]
     assert any(e.step == first and e["replica"] == 1 for e in run.kind("apply"))
     assert [e for e in run.kind("inner_step") if e.step == first + 1 and e["replica"] == 1]
+
+
+def drop(rows: list[dict[str, Any]], at: int) -> None:
+    del rows[at]
+
+
+def twice(rows: list[dict[str, Any]], at: int) -> None:
+    rows.insert(at, dict(rows[at]))
+
+
+def elsewhere(rows: list[dict[str, Any]], at: int) -> None:
+    rows[at]["slots"] = [slot + 1 for slot in rows[at]["slots"]]
+
+
+def out_of_order(rows: list[dict[str, Any]], at: int) -> None:
+    rows[at]["inner"], rows[at + 1]["inner"] = rows[at + 1]["inner"], rows[at]["inner"]
+
+
+def test_the_checker_notices_inner_steps_that_do_not_fit(tmp_path):
+    run = trained(tmp_path, *DILOCO, "sft.steps=6")
+    log = run.folder / "events" / "w1.jsonl"
+    real = log.read_text()
+    rows = [json.loads(line) for line in real.splitlines()]
+    at = next(i for i, row in enumerate(rows) if row["event"] == "inner_step" and row["step"] == 2)
+    for change in (drop, twice, elsewhere, out_of_order):
+        changed = [dict(row) for row in rows]
+        change(changed, at)
+        log.write_text("".join(json.dumps(row) + "\n" for row in changed))
+        assert 11 in {f.number for f in check(run.folder) if f.held is False}, change.__name__
+    log.write_text(real)
+    assert_sound(run, rounds=2)
 
 
 # -- failed rounds -----------------------------------------------------------------------------------------------------------------
@@ -218,7 +252,9 @@ def lost_by_one_replica() -> None:
     semisync.Ahead._run = losing  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("prepare", [at_the_end_only, pytest.param(one_replica_at_the_end_only, marks=pytest.mark.full), lost_by_one_replica])
+@pytest.mark.parametrize("prepare", [
+    lost_by_one_replica, *(pytest.param(p, marks=pytest.mark.full) for p in (at_the_end_only, one_replica_at_the_end_only)),
+])
 def test_what_is_sent_ahead_is_what_would_be_sent_at_the_end(prepare, tmp_path):
     ahead = trained(tmp_path / "ahead", *STREAMING)
     assert_sound(ahead)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,8 +23,8 @@ from everstep.checkpoint.sharded import Shard
 from everstep.cluster import environment
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.device import choose_device
-from everstep.cluster.dispatch import get_dispatch, ranks_of
-from everstep.cluster.group import StepResult
+from everstep.cluster.dispatch import get_dispatch, mesh_of, ranks_of
+from everstep.cluster.group import Role, StepResult
 from everstep.cluster.island import Round
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.slots import ListSlots, cut_round, cut_slots, require_synchronous, sample_ids
@@ -80,6 +80,7 @@ class LocalGroup:
         self.layout = derive.layout(config)
         self._rank = dist.get_rank()
         self._reference = False
+        self._stage = ""
         self.recipe_state: dict[str, Any] = {}
         self.dispatch_bytes, self.dispatch_seconds = 0, 0.0  # every rank has the whole batch already: nothing is sent
         self._server: CoordinatorServer | None = None
@@ -163,13 +164,23 @@ class LocalGroup:
         return how.collect(ranks, self._exchange(mine))
 
     def rollout(self, prompts: TrainingBatch, sampling: Sampling) -> TrainingBatch:
-        completed: TrainingBatch = self.call("mesh", "generate", prompts, sampling)
+        completed: TrainingBatch = self.call(
+            mesh_of(self.config.recovery, sampling.samples_per_batch), "generate", prompts, sampling
+        )
         return completed
 
-    def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
+    def enter_stage(self, name: str) -> None:
+        self._stage = name
+        if self._injector:
+            self._injector.on_stage(name, self.committed_step + 1)
+
+    def train_step(
+        self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, role: Role = "actor",
+        about: Mapping[str, Any] | None = None,
+    ) -> StepResult:
         require_synchronous(self.config)
         slots = cut_slots(batch, self.config.train, self.layout.dp)
-        return self._step(slots, loss, lr, "train_step", lambda step: (step, ListSlots(slots), loss, lr, temperature))
+        return self._step(slots, loss, lr, "train_step", lambda step: (step, ListSlots(slots), loss, lr, temperature, role), about)
 
     def train_round(
         self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None
@@ -179,12 +190,13 @@ class LocalGroup:
         return self._step(slots, loss, lrs[-1], "train_round", lambda step: (make(step), ListSlots(slots), loss, rollout))
 
     def _step(
-        self, slots: list[tuple[TrainingBatch, ...]], loss: LossSpec, lr: float, method: str, arguments: Callable[[int], tuple[Any, ...]]
+        self, slots: list[tuple[TrainingBatch, ...]], loss: LossSpec, lr: float, method: str, arguments: Callable[[int], tuple[Any, ...]],
+        about: Mapping[str, Any] | None = None,
     ) -> StepResult:
         step = self.committed_step + 1
         if self._server and self._injector:
             self._injector.prepare(step)  # the others wait for this rank before they compute
-            self._server.begin(step, sample_ids(slots))
+            self._server.begin(step, sample_ids(slots), about or {})
         report = self._worker.run(method, arguments(step), {})
         reports = self._exchange(report)
         return combine(step, reports, reports[:1], loss, lr, len(slots), self._control.view)
@@ -242,8 +254,8 @@ class LocalGroup:
 
     def status(self) -> dict[str, Any]:
         view = self._control.view
-        return {"state": "voting", "epoch": str(view.epoch), "committed_step": view.committed, "replicas": [0], "healing": [],
-                "spares": 0, "deaths": 0, "ranks": self._server.whereabouts() if self._server else {}}
+        return {"state": "voting", "stage": self._stage, "epoch": str(view.epoch), "committed_step": view.committed, "replicas": [0],
+                "healing": [], "spares": 0, "deaths": 0, "ranks": self._server.whereabouts() if self._server else {}}
 
     def close(self) -> None:
         self._worker.leave()

@@ -22,6 +22,7 @@ from everstep.checkpoint import manifest
 from everstep.checkpoint.index import Index
 from everstep.checkpoint.sharded import whole_tensor
 from everstep.cluster.forked import ForkedHost
+from everstep.errors import LinkBroken
 from everstep.recovery import semisync
 from everstep.telemetry.history import check
 from everstep.telemetry.metrics import read_metrics
@@ -206,7 +207,44 @@ def test_the_checker_notices_inner_steps_that_do_not_fit(tmp_path):
     assert_sound(run, rounds=2)
 
 
+@pytest.mark.full
+def test_with_retry_survivors_go_back_to_the_last_commit_and_make_the_round_anew(tmp_path):
+    """What they had moved, and their moments, is forgotten: the same bits whenever in the round the replica died."""
+    hashes = set()
+    for phase in ("compute", "reduce"):
+        run = trained(tmp_path / phase, *STREAMING, "recovery.mode=retry", "layout.replicas=3", fault(phase, 1))
+        assert_sound(run)
+        assert len({e["deal"] for e in run.kind("computed") if e.step == 2 and e["replica"] == 0}) == 2
+        assert not [e for e in run.kind("computed") if e["salvage"]]
+        hashes |= final(run)
+    assert len(hashes) == 1
+
+
 # -- failed rounds -----------------------------------------------------------------------------------------------------------------
+
+
+def a_link_that_breaks_once() -> None:
+    """In round 2 the sum of replica 0 fails, with every process alive."""
+    add = semisync.RoundLedger._add
+
+    def breaking(self: semisync.RoundLedger, link: Any, *rest: Any) -> list[torch.Tensor]:
+        breaking.calls += 1  # type: ignore[attr-defined]
+        if breaking.calls == 2 and os.environ["EVERSTEP_REPLICA"] == "0":  # type: ignore[attr-defined]
+            raise LinkBroken("injected: the sum of round 2")
+        return add(self, link, *rest)
+
+    breaking.calls = 0  # type: ignore[attr-defined]
+    semisync.RoundLedger._add = breaking  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("how", [DILOCO, pytest.param(STREAMING, marks=pytest.mark.full)], ids=["diloco", "streaming"])
+def test_a_synchronisation_that_fails_is_made_again_and_no_inner_step_is_lost(how, tmp_path):
+    calm = trained(tmp_path / "calm", *how)
+    run = finish(config(SFT, tmp_path / "flap", *how), host=functools.partial(ForkedHost, prepare=a_link_that_breaks_once))
+    assert_sound(run)
+    assert run.kind("void") or how is STREAMING  # sent ahead, it is merely given up
+    assert len(run.kind("inner_step")) == ROUNDS * INNER * 2
+    assert final(run) == final(calm)
 
 
 def test_a_round_that_is_not_finite_is_made_again_and_leaves_nothing_behind(tmp_path):

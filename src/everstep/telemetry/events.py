@@ -153,10 +153,7 @@ EVENTS: dict[str, EventKind] = {
     "apply": _kind("rank", "The optimizer applied the committed total.", "replica rank", step=True, epoch=True),
     "skip": _kind("rank", "The rank passed over a commit of kind skip.", "replica rank", step=True, epoch=True),
     "drop": _kind("lead", "Samples that will never be used, and why.", "samples reason"),
-    "reward_failed": _kind(
-        "lead", "Reward functions failed for these samples, for these reasons; `action`: what became of them (reward.on_error).",
-        "samples reasons action",
-    ),
+    "reward_failed": _kind("both", "Reward functions failed for these samples; `action`: reward.on_error.", "samples reasons action"),
     "tracker_failed": _kind("lead", "A tracker (TensorBoard, wandb, MLflow) failed and is left out from now on.", "tracker reason"),
     "verify": _kind("lead", "The state hashes of all ranks were compared.", "equal hashes", step=True),
     # rollout engines

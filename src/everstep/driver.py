@@ -30,7 +30,7 @@ from everstep.config.schema import Config
 from everstep.data import PreparedData
 from everstep.data import check as check_data
 from everstep.errors import BadInput, BelowMinimum, EverstepError, Interrupted, InvariantViolated, RolledBack
-from everstep.recipes import grpo, ppo, sft
+from everstep.recipes import dpo, grpo, ppo, sft
 from everstep.recipes.run import Run
 from everstep.recovery import rendezvous
 from everstep.recovery.view import Kind, Record
@@ -43,8 +43,9 @@ from everstep.telemetry.ongoing import Ongoing
 from everstep.telemetry.recoveries import account, recoveries
 from everstep.telemetry.report import reward_curve, summary_table
 from everstep.telemetry.status import Pulse
+from everstep.telemetry.trackers import open_trackers
 
-RECIPES = {"sft": sft.train, "grpo": grpo.train, "ppo": ppo.train}
+RECIPES = {"sft": sft.train, "grpo": grpo.train, "ppo": ppo.train, "dpo": dpo.train}
 
 
 def launch(config: Config | str | os.PathLike[str], overrides: Sequence[str] = (), clean: bool = False) -> Group:
@@ -123,7 +124,8 @@ def _run(
         group = _start_group(config, launcher, run_dir, events, on_record, host, attach)
         if lead:
             pulse = Pulse(run_dir.path, run_dir.attempt, group.status, beside.address if beside else "")
-            metrics = Metrics(run_dir.path, config.telemetry.tensorboard, from_step=group.committed_step if attach else chosen.step)
+            from_step = group.committed_step if attach else chosen.step
+            metrics = Metrics(run_dir.path, open_trackers(config, run_dir.path, from_step, _tracker_failed(console, events)))
         if chosen.path:
             group.load(chosen.path)
         while True:
@@ -280,6 +282,16 @@ def _follow(console: Console, run_dir: RunDir, replicas: int, ongoing: Ongoing) 
                     ongoing.recovered(recovery, events)
 
     return on_record
+
+
+def _tracker_failed(console: Console | None, events: EventLog | None) -> Callable[[str, str], None]:
+    def failed(tracker: str, reason: str) -> None:
+        if events:
+            events.emit("tracker_failed", tracker=tracker, reason=reason)
+        if console:
+            console.note(f"{tracker} failed, metrics go on without it: {reason}")
+
+    return failed
 
 
 def _introduce(console: Console, config: Config, data: PreparedData, run_dir: RunDir, chosen: Chosen, launcher: str) -> None:

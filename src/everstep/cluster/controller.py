@@ -24,8 +24,9 @@ from everstep.cluster.dispatch import get_dispatch, ranks_of
 from everstep.cluster.group import StepResult
 from everstep.cluster.host import Host, ProcessEnded, WorkerSpec
 from everstep.cluster.owed import Owed
+from everstep.cluster.post_mortem import PostMortem
 from everstep.cluster.repair import Repair
-from everstep.cluster.results import combine, compare_hashes
+from everstep.cluster.results import combine, compare_hashes, minority
 from everstep.cluster.slots import cut_slots, sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
 from everstep.cluster.worker import Formation, called_off
@@ -47,9 +48,12 @@ from everstep.recovery.desk import Listener
 from everstep.recovery.faults import FaultInjector
 from everstep.recovery.proxy import Relay
 from everstep.recovery.server import CoordinatorServer
-from everstep.recovery.view import Kind, Member, Record
+from everstep.recovery.transaction import StepReport
+from everstep.recovery.view import Kind, Member, Record, View
 from everstep.run_dir import RunDir
+from everstep.telemetry.diagnosis import Diagnosis
 from everstep.telemetry.events import EventLog
+from everstep.telemetry.stragglers import Stragglers, Timed
 
 T = TypeVar("T")
 _DEATH_CONFIRM_S = 30.0
@@ -88,8 +92,16 @@ class Controller:
         self.layout = derive.layout(config)
         self._on_record = on_record or (lambda record: None)
         self._reference = False
+        self._post_mortem = PostMortem(events, str(run_dir.path))
+        self._diagnosis = Diagnosis(
+            run_dir.path / "diagnosis", host.signal, lambda worker, message: self.server.order(worker, dict(message)),
+            lambda: {worker: (info.pid, info.host) for worker, info in host.infos.items()},
+            lambda worker: run_dir.rank_log(int(worker.removeprefix("w"))).with_suffix(".stacks"), self._diagnosed,
+        )
+        self._stragglers = Stragglers(config.watch.straggler_ratio, config.watch.straggler_for_s)
         self.recipe_state: dict[str, Any] = {}
         self._closed = False
+        self.closing = contextlib.ExitStack()
         self._repair: Repair | None = None
         self._store: dist.Store | None = None
         self._injector: FaultInjector | None = None
@@ -116,7 +128,7 @@ class Controller:
         token = secrets.token_hex(16)
         listener = Listener(
             self._place_of, self._phase_entered, self._worker_died, self._recorded, self._answered,
-            lambda worker: self._injector is not None and self._injector.struck(worker),
+            lambda worker: self._injector is not None and self._injector.struck(worker), self._before_kill,
         )
         self._server = CoordinatorServer(
             coordinator, log, self._events, listener, token, recovery.silence_s, 2 * recovery.link_timeout_s, host,
@@ -173,7 +185,9 @@ class Controller:
             return
         self._closed = True
         with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails
+            last_first.callback(self.closing.close)
             last_first.callback(self._host.close)
+            last_first.callback(self._post_mortem.close)
             for relay in self._relays.values():
                 last_first.callback(relay.close)
             if self._repair:
@@ -302,8 +316,25 @@ class Controller:
         finished = {w: r for (w, member), r in reports.items() if view.member(member.replica) == member}
         if not finished:
             raise NotEnoughReplicas(f"step {step} was committed but no rank that applied it is left; resume from the last checkpoint")
+        self._look_for_stragglers(step, reports, view)
         first_ranks = {self._place_of(w)[0]: r for w, r in finished.items() if self._place_of(w)[1] == 0}
         return combine(step, list(finished.values()), list(first_ranks.values()), loss, lr, len(slots), view)
+
+    def _look_for_stragglers(self, step: int, reports: dict[tuple[str, Member], StepReport], view: View) -> None:
+        """Against the times of this step, if nothing disturbed it. A straggler is replaced between two steps."""
+        timed = {
+            worker: Timed(member.replica, member.workers.index(worker), report.seconds, report.slots_dealt)
+            for (worker, member), report in reports.items() if view.member(member.replica) == member
+        }
+        if any(report.attempts > 1 or "heal" in report.seconds for report in reports.values()):
+            return
+        for slow in self._stragglers.step(time.monotonic(), timed):
+            cause = f"straggler: {slow.phase} takes {slow.ratio:.2f} times that of its peers, for {slow.since_s:.0f} s"
+            replace = self.config.watch.replace_stragglers and self._repair is not None and bool(self._repair.spares)
+            self._events.emit("straggler", step=step, replica=slow.replica, rank=slow.rank, phase=slow.phase, ratio=slow.ratio,
+                              excess_s=slow.excess_s, since_s=slow.since_s, worker=slow.worker, action="replaced" if replace else "reported")
+            if replace:
+                self.server.expel(slow.worker, cause)
 
     def once(self, function: Callable[..., T], *args: Any) -> T:
         return function(*args)
@@ -345,9 +376,20 @@ class Controller:
         while True:
             view = self.server.coordinator.view
             hashes = self.call("pass_through", "state_hash")
-            if view.contributors == self.server.coordinator.view.contributors:
-                ranks = ranks_of(self.layout, view.contributors)
+            if view.contributors != self.server.coordinator.view.contributors:
+                continue
+            ranks = ranks_of(self.layout, view.contributors)
+            odd = minority(ranks, hashes)
+            evict = self.config.watch.evict_corrupt and self.config.recovery.enabled
+            for rank in odd:
+                self._events.emit("corruption", step=self.committed_step, replica=rank.replica, rank=rank.rank, action="evicted" if evict else "none")
+            if not odd or not evict:
                 return compare_hashes(ranks, hashes, self.committed_step, self._events)
+            for rank in odd:
+                member = view.member(rank.replica)
+                assert member is not None
+                self.server.expel(member.workers[rank.rank], "corruption: its state differs from that of the other replicas at its position")
+            self._check_alive()
 
     def status(self) -> dict[str, Any]:
         coordinator = self.server.coordinator
@@ -409,6 +451,9 @@ class Controller:
         return isinstance(error, Fenced) and over(self.server.coordinator)
 
     def _worker_died(self, worker: str, cause: str) -> None:
+        if not self._closed and worker in self._host.infos:
+            self._post_mortem.died(self._host.infos[worker], self._place_of(worker), self.committed_step + 1, cause,
+                                   suspected=bool(self.server.coordinator.view.quarantined))
         if self._repair and not self._closed:
             self._repair.worker_died(worker)
 
@@ -438,7 +483,16 @@ class Controller:
 
     # -- what repair needs (everstep.cluster.repair.Processes) ---------------------------------------------------------------------
 
+    def _diagnosed(self, folder: Path, worker: str) -> None:
+        replica, rank = self._place_of(worker)
+        self._events.emit("diagnosis", step=self.committed_step + 1, replica=replica, rank=rank, worker=worker, path=str(folder))
+
+    def _before_kill(self, worker: str, cause: str) -> None:
+        if self.config.watch.diagnose and self._server is not None and not self._closed:
+            self._diagnosis.take(worker, cause, self.committed_step + 1, self._server.whereabouts())
+
     def confirm_dead(self, worker: str) -> None:
+        self._diagnosis.finish(worker)
         self._host.end(worker)
         replica, rank = self._place_of(worker)
         self._events.emit("expel", replica=replica, rank=rank, worker=worker, cause=self.server.dead.get(worker, "repair"))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
+from everstep.telemetry import diagnosis
 
 if TYPE_CHECKING:
     from everstep.cluster.worker import Life, Slots, Worker
@@ -92,6 +93,8 @@ class Host(Protocol):
 def make_worker(spec: WorkerSpec) -> Worker:
     """In the worker's own process: its output goes to its log from now on, its device is ready, its channel connected."""
     _redirect_output(Path(spec.log_path))
+    if spec.config.watch.diagnose:  # first of all: a signal that nobody awaits ends a process
+        diagnosis.register(Path(spec.log_path).with_suffix(".stacks"))
     warnings.filterwarnings("ignore", module=r"torch|megatron|transformers")  # advice to developers of those
 
     import torch
@@ -101,6 +104,7 @@ def make_worker(spec: WorkerSpec) -> Worker:
     from everstep.engine import cpu
     from everstep.engine.groups import NCCL_ENVIRONMENT
     from everstep.recovery.control import Control
+    from everstep.telemetry import logs
     from everstep.telemetry.events import EventLog
 
     os.environ.update(NCCL_ENVIRONMENT)
@@ -114,7 +118,10 @@ def make_worker(spec: WorkerSpec) -> Worker:
     recovery = spec.config.recovery
     control = Control(spec.coordinator, spec.token, spec.worker_id, recovery.heartbeat_s, fence_s=recovery.fence_s)
     events = EventLog(Path(spec.events_dir) / f"{spec.worker_id}.jsonl", spec.worker_id)
-    return Worker(spec.config, spec.worker_id, device, control, spec.store, events)
+    worker = Worker(spec.config, spec.worker_id, device, control, spec.store, events)
+    log = spec.config.log
+    logs.start(Path(spec.log_path).with_suffix(".jsonl"), spec.worker_id, log.level, log.max_bytes, log.keep, worker.where)
+    return worker
 
 
 def _redirect_output(path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import os
 import threading
 import time
@@ -42,7 +43,10 @@ from everstep.recovery.transaction import StepReport, Total, Transaction
 from everstep.recovery.victim import Victim
 from everstep.recovery.view import Kind, Record
 from everstep.rl.rollout.transformers import Sampling, TransformersRollout
+from everstep.telemetry import diagnosis
 from everstep.telemetry.events import EventLog
+
+LOG = logging.getLogger(__name__)
 
 Life = tuple[int, int]  # (replica, build): one formation of a replica, and what every call says it is meant for
 
@@ -164,6 +168,7 @@ class Worker:
         self.victim = Victim(worker_id, events, control.fault_word, lambda: "step {}, {}".format(*control.where))
         control.on_record, control.on_fenced = self._on_record, self._fenced
         control.on_order, control.on_phase = self.victim.obey, self.victim.enter
+        control.on_diagnose = lambda folder: diagnosis.write_collectives(Path(folder), worker_id)
         events.emit("process_start", device=str(device))
 
     # -- place in the group ------------------------------------------------------------------------------------------------
@@ -190,11 +195,18 @@ class Worker:
     def position(self) -> Position:
         return self.layout.position(self.formation.rank)
 
+    def where(self) -> dict[str, Any]:
+        """Place, step and phase of this process, for its log."""
+        step, phase = self.control.where
+        formation = self._formation
+        return {"replica": formation.replica if formation else None, "rank": formation.rank if formation else None, "step": step, "phase": phase}
+
     def form(self, formation: Formation) -> None:
         """Take a place: join the replica's world, build the engine. A rank that lived on brings its state along.
 
         Raises ReplicaBroken if another rank of the replica is gone meanwhile; this one keeps what it had and can form again.
         """
+        LOG.info("takes place %d/%d in life %d, state from %s", formation.replica, formation.rank, formation.build, formation.start)
         self.leave()
         self._meet(formation)
         try:
@@ -350,10 +362,12 @@ class Worker:
         try:
             with self._telling(method):
                 return function(*args, **kwargs)
-        except ReplicaBroken:
+        except ReplicaBroken as error:
+            LOG.info("%s ended: %s", method, error)
             self.leave()
             raise
-        except EverstepError:
+        except EverstepError as error:
+            LOG.warning("%s ended: %s: %s", method, type(error).__name__, error)
             raise
         except Exception as error:
             formation = self._formation
@@ -361,10 +375,12 @@ class Worker:
                 self._end(f"out of memory in {method}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
             # RuntimeError and ValueError are what torch.distributed raises when a peer closed its connection.
             if formation and isinstance(error, RuntimeError | ValueError) and len(formation.workers) > 1 and self._wait_broken():
+                LOG.info("%s was ended by the loss of another rank: %s", method, error)
                 self.leave()
                 raise ReplicaBroken(f"replica {formation.replica}: {error} (in {method})") from error
             who = f"rank {formation.replica}/{formation.rank}" if formation else f"spare {self.worker_id}"
             what = f"step {args[0]}" if method == "train_step" else method
+            LOG.exception("%s failed in %s", who, what)
             raise WorkerFailed(f"{who} failed in {what}: {type(error).__name__}: {error}") from error
 
     @contextlib.contextmanager

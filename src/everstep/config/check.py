@@ -18,6 +18,7 @@ from everstep.engine.source import ModelShape, describe, resolve
 from everstep.errors import BadInput, ConfigError
 from everstep.layout import Layout
 from everstep.recovery.faults import AT_POINT, BEFORE_THE_VOTE_IS_COUNTED, DEADLY, HELD_KINDS, PHASES, UNHELD_PHASES
+from everstep.telemetry.logs import chosen_levels
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM")
 
@@ -32,6 +33,7 @@ def check(config: Config, environ: Mapping[str, str] = os.environ) -> derive.Siz
 def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> derive.Sizes:
     """What ``everstep plan`` refuses, cheapest first. Returns the derived sizes."""
     check_user_environment(config.env)
+    chosen_levels(config.log.level, environ)
     _check_recovery(config)
     sizes = derive.sizes(config)
     _check_launcher(config, sizes.layout, environ)

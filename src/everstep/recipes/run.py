@@ -14,6 +14,7 @@ from everstep.telemetry.console import Completion, Console
 from everstep.telemetry.events import EventLog
 from everstep.telemetry.metrics import Metrics
 from everstep.telemetry.ongoing import Ongoing
+from everstep.telemetry.spikes import Spikes
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Run:
     def __post_init__(self) -> None:
         self._saved_step = self._verified_step = self.group.committed_step  # of the checkpoint that the run resumed from
         self._dispatched = (0, 0.0)
+        self._spikes = Spikes(self.config.watch.spike_ratio, self.config.watch.spike_steps)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -55,6 +57,8 @@ class Run:
             self.metrics.log(step, metrics)
         if self.events:
             self.events.emit("metrics", step=step, values=metrics)
+            for spike in self._spikes.step(metrics):
+                self.events.emit("spike", step=step, metric=spike.metric, value=spike.value, usual=spike.usual)
         if self.console and show_at is not None:
             self.console.step(show_at, metrics)
             self.console.strength(len(status["replicas"]), self.config.layout.replicas, status["spares"])

@@ -16,6 +16,7 @@ it; only the total of the recorded (step, epoch) is applied. Whoever runs this l
 
 from __future__ import annotations
 
+import logging
 import math
 import struct
 import time
@@ -38,6 +39,7 @@ from everstep.recovery.replica import ReplicaWorld
 from everstep.recovery.view import Epoch, Kind, Outcome, Record, View, Vote, assign
 from everstep.telemetry.events import EventLog
 
+LOG = logging.getLogger(__name__)
 LINK_GRACE_S = 1.0
 
 
@@ -94,6 +96,7 @@ class StepReport:
     grad_norm: float
     attempts: int
     slots_redone: int  # computed by this replica beyond what it was first dealt
+    slots_dealt: int = 0  # to this replica, at first
     seconds: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -300,7 +303,7 @@ class Transaction:
         self._state.version = work.step
         self._enter(Phase.IDLE, work.step)
         return StepReport(work.step, outcome, total.sums.tolist(), total.grad_norm, attempts,
-                          self._computed - (self._dealt or 0), dict(self._seconds))
+                          self._computed - (self._dealt or 0), self._dealt or 0, dict(self._seconds))
 
     def _heal(self, view: View, stale: Callable[[], bool]) -> None:
         """Receive version ``view.committed`` from my position's peer, unless I hold it. The ranks of a replica heal together
@@ -324,6 +327,7 @@ class Transaction:
         now = time.monotonic()
         if self._phase is not Phase.IDLE:
             self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
+        LOG.debug("%s, after %.4f s in %s", phase, now - self._since, self._phase)
         self._phase, self._since = phase, now
         self._control.phase(step, phase)
 
@@ -332,6 +336,7 @@ class Transaction:
         self._events.emit(event, step=step, epoch=epoch.key, replica=self._replica, rank=self._rank, **fields)
 
     def _void(self, record: Record, step: int, cause: str) -> None:
+        LOG.info("attempt in epoch %s is void: %s", record.view.epoch, cause)
         self._tell("void", step, record.view.epoch, cause=cause)
 
 

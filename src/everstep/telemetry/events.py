@@ -23,7 +23,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,6 +192,29 @@ EVENTS: dict[str, EventKind] = {
     ),
     "load": _kind("both", "State was read from a checkpoint.", "path", step=True),
     "delete": _kind("lead", "An older checkpoint was removed.", "path"),
+    # what is seen by watching
+    "straggler": _kind(
+        "lead",
+        "A rank is slower than its peers for watch.straggler_for_s: in which phase, how many times (`ratio`), by how many seconds of a step "
+        "(`excess_s`). `action`: reported, or replaced by a spare.",
+        "replica rank phase ratio excess_s action",
+        step=True,
+    ),
+    "corruption": _kind(
+        "lead",
+        "The rank's state differs from that which most replicas have at its position; `action`: evicted, or none (the run ends).",
+        "replica rank action",
+        step=True,
+    ),
+    "spike": _kind("lead", "A loss or gradient norm jumped; `usual`: the median of the steps before.", "metric value usual", step=True),
+    "failure": _kind(
+        "lead",
+        "What the death of a process was: `failure_class` is gpu, host, network, dependency, software, data or maintenance, with the "
+        "`evidence` of its node.",
+        "replica rank failure_class evidence",
+        step=True,
+    ),
+    "diagnosis": _kind("lead", "Before a rank was killed, what all ranks were doing was written to `path`.", "replica rank path", step=True),
     # trouble that is no fault of a rank
     "error": _kind("both", "An error ended the work of this process.", "error message"),
     # written by the log itself
@@ -234,16 +257,18 @@ class EventLog:
         path: the file, usually ``RUN/events/<who>.jsonl``; its folder is created.
         who: name of this process in the run (``lead``, ``rank-0-1``, ``spare-2``); letters, digits, ``. _ @
         -``.
+        listener: called with each event's row once it is written, on the thread that wrote it; must not wait or raise.
 
     A file left with a torn last line by an earlier process is sealed on opening (newline, then
     ``torn_tail``), so that the fragment can never be joined with a line of ours.
     """
 
-    def __init__(self, path: str | os.PathLike[str], who: str):
+    def __init__(self, path: str | os.PathLike[str], who: str, listener: Callable[[Mapping[str, Any]], None] | None = None):
         if not _WHO.match(who):
             raise ValueError(f"who={who!r} cannot name an event file: use letters, digits and . _ @ -")
         self.path = Path(path)
         self.who = who
+        self._listener = listener
         self.bytes_written = 0
         self.events_written = 0
         self._lock = threading.Lock()
@@ -254,7 +279,7 @@ class EventLog:
         self._torn_bytes = torn_bytes(self._fd)
         if self._torn_bytes:
             with self._lock:
-                self._write(self._encode("torn_tail", None, None, {"tail_bytes": self._torn_bytes}))
+                self._write(to_json(self._row("torn_tail", None, None, {"tail_bytes": self._torn_bytes})).encode() + b"\n")
 
     def emit(self, event: str, *, step: int | None = None, epoch: Epoch | None = None, **fields: Any) -> None:
         """Append one event. Once this returns it survives the death of this process (not of the machine).
@@ -277,8 +302,11 @@ class EventLog:
         clash = [name for name in fields if name in HEADER]
         if clash:
             raise ValueError(f"event {event!r}: {', '.join(clash)} is set by the log itself")
+        row = self._row(event, step, epoch, fields)
         with self._lock:
-            self._write(self._encode(event, step, epoch, fields))
+            self._write(to_json(row).encode() + b"\n")
+        if self._listener:
+            self._listener(row)
 
     def sync(self) -> None:
         """Force what was written to the disk (survives the machine, not only the process)."""
@@ -296,8 +324,8 @@ class EventLog:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _encode(self, event: str, step: int | None, epoch: Epoch | None, fields: Mapping[str, Any]) -> bytes:
-        row = {
+    def _row(self, event: str, step: int | None, epoch: Epoch | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {
             "t_wall": round(time.time(), 6),
             "t_mono": round(time.monotonic(), 6),
             "who": self.who,
@@ -308,7 +336,6 @@ class EventLog:
             "event": event,
             **fields,
         }
-        return to_json(row).encode() + b"\n"
 
     def _write(self, line: bytes) -> None:
         """One write per line. Called with the lock held."""

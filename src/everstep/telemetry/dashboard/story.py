@@ -178,6 +178,8 @@ def timeline(events: Sequence[Event]) -> list[dict[str, Any]]:
         "join": lambda e: f"takes part again; replicas {e['members']}",
         "save": lambda e: f"checkpoint in {e['seconds']:.2f} s",
         "drop": lambda e: f"{len(e['samples'])} samples dropped: {e['reason']}",
+        "failure": lambda e: f"{e['failure_class']}: {'; '.join(e['evidence'])}",
+        "diagnosis": lambda e: f"what every rank did: {e['path']}",
         "straggler": lambda e: f"slow in {e['phase']}: {e['ratio']:.2f} times its peers",
         "corruption": lambda e: f"its state differs from that of the others: {e['action']}",
         "spike": lambda e: f"{e['metric']} is {e['value']:.4g}; usual is {e['usual']:.4g}",

@@ -69,6 +69,10 @@ class RunDir:
         """Log file of the process with this number (ranks first, then spares), within this attempt."""
         return self.logs / f"rank-{number:03d}.log"
 
+    def engine_log(self, name: str) -> Path:
+        """Log file of a rollout engine, within this attempt."""
+        return self.logs / f"engine-{name}.log"
+
 
 def prepare_run_dir(config: Config, clean: bool = False) -> RunDir:
     """Make the folders of a new attempt in ``config.run_dir``; called once per start, by the one process that leads.

@@ -11,7 +11,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,8 +27,9 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.device import choose_device
 from everstep.cluster.dispatch import get_dispatch, ranks_of
 from everstep.cluster.group import StepResult
+from everstep.cluster.island import Round
 from everstep.cluster.results import combine, compare_hashes
-from everstep.cluster.slots import ListSlots, cut_slots, sample_ids
+from everstep.cluster.slots import ListSlots, cut_round, cut_slots, require_synchronous, sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s
 from everstep.cluster.worker import Formation, Worker
 from everstep.config import derive
@@ -44,6 +45,7 @@ from everstep.recovery.desk import Listener
 from everstep.recovery.faults import FaultInjector
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Kind, Member, Record
+from everstep.rl.rollout import Sampling
 from everstep.run_dir import RunDir
 from everstep.telemetry import diagnosis, logs
 from everstep.telemetry.diagnosis import Diagnosis
@@ -185,13 +187,30 @@ class LocalGroup:
             self._reference = True
         return how.collect(ranks, self._exchange(mine))
 
+    def rollout(self, prompts: TrainingBatch, sampling: Sampling) -> TrainingBatch:
+        completed: TrainingBatch = self.call("mesh", "generate", prompts, sampling)
+        return completed
+
     def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
-        step = self.committed_step + 1
+        require_synchronous(self.config)
         slots = cut_slots(batch, self.config.train, self.layout.dp)
+        return self._step(slots, loss, lr, "train_step", lambda step: (step, ListSlots(slots), loss, lr, temperature))
+
+    def train_round(
+        self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None
+    ) -> StepResult:
+        slots, bounds = cut_round(batches, self.config, rollout is not None)
+        make: Callable[[int], Round] = lambda step: Round(step, bounds, tuple(lrs), temperature)
+        return self._step(slots, loss, lrs[-1], "train_round", lambda step: (make(step), ListSlots(slots), loss, rollout))
+
+    def _step(
+        self, slots: list[tuple[TrainingBatch, ...]], loss: LossSpec, lr: float, method: str, arguments: Callable[[int], tuple[Any, ...]]
+    ) -> StepResult:
+        step = self.committed_step + 1
         if self._server and self._injector:
             self._injector.prepare(step)  # the others wait for this rank before they compute
             self._server.begin(step, sample_ids(slots))
-        report = self._worker.run("train_step", (step, ListSlots(slots), loss, lr, temperature), {})
+        report = self._worker.run(method, arguments(step), {})
         reports = self._exchange(report)
         return combine(step, reports, reports[:1], loss, lr, len(slots), self._control.view)
 

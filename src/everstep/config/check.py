@@ -12,12 +12,20 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from everstep.cluster.environment import check_user_environment, detect_launcher, inside_torchrun
-from everstep.config import derive
+from everstep.config import derive, semisync
 from everstep.config.schema import Config, Fault
 from everstep.engine.source import ModelShape, describe, resolve
 from everstep.errors import BadInput, ConfigError
 from everstep.layout import Layout
-from everstep.recovery.faults import AT_POINT, BEFORE_THE_VOTE_IS_COUNTED, DEADLY, HELD_KINDS, PHASES, UNHELD_PHASES
+from everstep.recovery.faults import (
+    AT_POINT,
+    BEFORE_THE_VOTE_IS_COUNTED,
+    DEADLY,
+    ENGINE_PHASES,
+    HELD_KINDS,
+    PHASES,
+    UNHELD_PHASES,
+)
 from everstep.telemetry.logs import chosen_levels
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM")
@@ -50,6 +58,7 @@ def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> deriv
     shape = describe(config.model)
     check_model(shape, sizes.layout, config.model.path)
     _check_experts(config, shape, sizes.layout)
+    semisync.check(config, shape)
     _check_data_files(config)
     _check_functions(config)
     return sizes
@@ -113,6 +122,8 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
             raise ConfigError(
                 f"{how} runs one replica, but layout.replicas={layout.replicas}; use launcher=ray, or layout.replicas=1"
             )
+        if config.rollout.engines:
+            raise ConfigError(f"{how} has no place for rollout.engines={config.rollout.engines}; use launcher=ray, or rollout.engines=0")
         if layout.spares:
             raise ConfigError(
                 f"{how} has no place for layout.spares={layout.spares}: torchrun restarts processes itself; "
@@ -128,13 +139,16 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
                 )
         elif config.local.port:
             _check_port(config.local.port)
+    if not config.ray.address:  # else it is other machines that must have them
+        derive.fused_kernels(config.engine, cuda=derive.device(config, environ) == "cuda")
     if derive.device(config, environ) == "cuda" and not config.ray.address:
         present = derive.cuda_devices(environ)
-        if layout.devices > present:
+        engines = config.rollout.engines
+        if layout.devices + engines > present:
             raise ConfigError(
-                f"the layout needs {layout.devices} devices ({layout.replicas} replicas of {layout.ranks_per_replica} "
-                f"ranks and {layout.spares} spares), this machine has {present}: lower layout.replicas, layout.spares, "
-                "layout.tp, layout.cp, layout.pp or layout.dp, set device=cpu, or give the address of a cluster as ray.address"
+                f"the layout needs {layout.devices + engines} devices ({layout.replicas} replicas of {layout.ranks_per_replica} "
+                f"ranks, {layout.spares} spares and {engines} rollout engines), this machine has {present}: lower layout.replicas, "
+                "layout.spares, rollout.engines, layout.tp, layout.cp, layout.pp or layout.dp, set device=cpu, or give the address of a cluster as ray.address"
             )
 
 
@@ -215,6 +229,10 @@ def _no_such_victim(fault: Fault, config: Config) -> str:
         if fault.rank >= sizes.spares:
             return f"rank={fault.rank} does not exist; layout.spares={sizes.spares}, counted from 0"
         return f"replica={fault.replica}: phase=spare strikes idle spares, which belong to no replica" if fault.replica else ""
+    if fault.phase in ENGINE_PHASES:
+        if fault.rank >= config.rollout.engines:
+            return f"rank={fault.rank} does not exist; rollout.engines={config.rollout.engines}, counted from 0"
+        return f"replica={fault.replica}: phase={fault.phase} strikes a rollout engine, which belongs to no replica" if fault.replica else ""
     if fault.replica >= sizes.replicas:
         return f"replica={fault.replica} does not exist; layout.replicas={sizes.replicas}, counted from 0"
     if fault.rank >= sizes.ranks_per_replica:
@@ -228,8 +246,12 @@ def _no_such_moment(fault: Fault, config: Config, sizes: derive.Sizes) -> str:
         return f"step={fault.step} never comes; the run has {sizes.total_steps} steps"
     if fault.phase not in PHASES[fault.kind]:
         return f"kind={fault.kind} makes no sense with phase={fault.phase}; it can have {', '.join(sorted(PHASES[fault.kind]))}"
-    if fault.phase == "rollout" and fault.step not in (steps := derive.rollout_steps(config, sizes)):
-        return f"phase=rollout: no rollout precedes step {fault.step}" + (
+    if fault.phase == "rollout" and config.rollout.engines:
+        return "phase=rollout: ranks do not generate with rollout.engines; strike an engine in phase=generate"
+    if fault.phase == "send" and not config.rollout.engines:
+        return "phase=send: without rollout.engines nobody serves weights"
+    if fault.phase in {"rollout", "send"} | ENGINE_PHASES and fault.step not in (steps := derive.rollout_steps(config, sizes)):
+        return f"phase={fault.phase}: no rollout precedes step {fault.step}" + (
             f"; those of {', '.join(map(str, steps[:3]))}, ... have one" if steps else ", recipe=sft has none"
         )
     if fault.phase == "save" and config.resume == "never" and fault.step not in (steps := derive.saved_steps(config, sizes)):

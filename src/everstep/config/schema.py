@@ -352,7 +352,50 @@ class RecoveryConfig(Section):
     )
 
 
-FaultPhase = Literal["compute", "exchange", "salvage", "reduce", "vote", "commit", "apply", "heal", "spare", "save", "rollout"]
+class SemiSyncConfig(Section):
+    """Local SGD (arXiv 1805.09767), DiLoCo (2311.08105), Streaming DiLoCo (2501.18512) over replicas."""
+
+    method: Literal["none", "local_sgd", "diloco", "streaming_diloco"] = Field(
+        "none",
+        description="`none`: replicas add their gradients in every optimizer step. Else each makes inner steps by itself, on its share of each "
+        "step's samples, and only every so often is something sent. `local_sgd`: the weights are averaged. `diloco`: an outer optimizer "
+        "steps along the average of what each replica moved. `streaming_diloco`: the same, a fragment of the model at a time.",
+    )
+    sync_every: int = Field(
+        10,
+        ge=1,
+        description="Inner steps in which every weight is synchronised once. A round, which is committed as a whole and ends with the "
+        "synchronisation of one fragment, has sync_every / number of fragments inner steps. Must divide the steps of the run into whole rounds.",
+    )
+    fragments: int | list[list[str]] = Field(
+        1,
+        description="streaming_diloco: into how many parts the model is cut by its layers, or lists of patterns of module names "
+        "(`model.embed_tokens`, `model.layers.[0-3]`, `model.norm`, `lm_head`), one list for each fragment, every module in exactly one.",
+    )
+    fragment_sync_delay: int = Field(
+        0,
+        ge=0,
+        description="streaming_diloco: inner steps before the end of a round at which what a fragment moved is taken and sent, while they go on. "
+        "Less than the inner steps of a round.",
+    )
+    fragment_update_alpha: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="streaming_diloco: share of a replica's own weights in what it goes on with after a synchronisation; 0: the new global "
+        "weights, 1: its own.",
+    )
+    should_quantize: bool = Field(
+        False,
+        description="Send what weights moved as int8 with one float32 scale for 256 numbers: a quarter of the bytes, rounded twice, by at most "
+        "1/254 of the largest number of each 256 a time.",
+    )
+    outer_lr: float = Field(0.7, gt=0, description="Learning rate of the outer SGD (diloco, streaming_diloco).")
+    outer_momentum: float = Field(0.9, ge=0, lt=1, description="Momentum of the outer SGD.")
+    outer_nesterov: bool = Field(True, description="Nesterov momentum in the outer SGD.")
+
+
+FaultPhase = Literal["compute", "exchange", "salvage", "reduce", "vote", "commit", "apply", "heal", "spare", "save", "rollout", "send", "generate", "sync"]
 FaultKind = Literal["kill", "stop", "exit", "segv", "gil", "oom", "nan", "hang", "partition", "error"]
 
 
@@ -360,12 +403,13 @@ class Fault(Section):
     step: int = Field(
         ge=1,
         description="Global step (as logged) in which the fault happens; heal: the first heal from this step on; save: the step that "
-        "is saved; rollout: the step that the rollout precedes.",
+        "is saved; rollout, send, generate, sync: the step that the rollout precedes.",
     )
     phase: FaultPhase = Field(
         "compute",
         description="Where the victim is: a phase of the step transaction (`commit`: the step is recorded, the victim may not have "
-        "applied it), `spare`: idle, not placed; `save`, `rollout`: in that call.",
+        "applied it), `spare`: idle, not placed; `save`, `rollout`: in that call; `send`: a rank that serves weights "
+        "to rollout engines; `generate`, `sync`: a rollout engine that makes tokens, or gets weights.",
     )
     kind: FaultKind = Field(
         "kill",
@@ -373,8 +417,8 @@ class Fault(Section):
         "call that keeps the interpreter lock for ever, `oom` the main thread takes memory until RLIMIT_AS refuses, `nan` spoils the gradient, `hang` "
         "the main thread never goes on, `error` user code raises. `partition`: the control connection goes silent.",
     )
-    replica: int = Field(0, ge=0, description="Victim's replica; not used by phase spare.")
-    rank: int = Field(0, ge=0, description="Victim's rank inside its replica; phase spare: which of the idle spares.")
+    replica: int = Field(0, ge=0, description="Victim's replica; not used by phases spare, generate, sync.")
+    rank: int = Field(0, ge=0, description="Victim's rank inside its replica; phase spare: which of the idle spares; generate, sync: which of rollout.engines.")
     hold: bool = Field(
         False,
         description="kill, stop, partition: the victim stays where it enters the phase, and the fault comes once a rank of another replica is in the "
@@ -459,6 +503,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    semisync: SemiSyncConfig = SemiSyncConfig()
     faults: list[Fault] = Field(
         default_factory=list,
         description="Faults to inject, for tests and demonstrations.",

@@ -20,7 +20,7 @@ from everstep.errors import BadInput
 from everstep.recipes import sft
 from everstep.recipes.run import Run, Stopwatch, step_metrics
 from everstep.recipes.schedule import learning_rate
-from everstep.rl import credit
+from everstep.rl import credit, island
 from everstep.rl.rewards import resolve, score
 from everstep.rl.rollout import Sampling, repeat_prompts
 from everstep.telemetry.console import Completion
@@ -49,6 +49,9 @@ def train(run: Run) -> None:
     if run.data.eval and iteration == 0:
         run.summary["accuracy_before"] = evaluate(run, reward)
 
+    if config.semisync.method != "none":
+        islands(run, prompts, reward, iteration, has_reference)
+        return
     updates = rl.passes * rl.updates_per_pass
     run.start(rl.iterations, "iteration", iteration)
     while iteration < rl.iterations:
@@ -57,7 +60,7 @@ def train(run: Run) -> None:
 
         taken = run.data.train.batch(prompts.take(rl.prompts_per_step))
         samples = repeat_prompts(taken, rl.samples_per_prompt)
-        samples = group.call("mesh", "generate", samples, Sampling.for_training(config))
+        samples = group.rollout(samples, Sampling.for_training(config))
         watch.lap("gen")
 
         scores = torch.tensor(group.once(score, reward, samples))
@@ -99,22 +102,48 @@ def train(run: Run) -> None:
         run.save_if_due(state, last=iteration == rl.iterations)
 
 
+def islands(run: Run, prompts: SampleStream, reward: Any, iteration: int, has_reference: bool) -> None:
+    """Semi-synchronous: each replica makes rollouts of its own prompts with its own weights, and an update from them, some iterations
+    long; then weights are synchronised. Metrics are means over the iterations of a round."""
+    config, rl, inner = run.config, run.config.rl, run.inner_steps
+    state = lambda: {"prompts": prompts.state_dict(), "iteration": iteration, "reference": has_reference, "kl_coef": rl.kl_coef}
+    run.start(rl.iterations, "iteration", iteration)
+    while iteration < rl.iterations:
+        watch = Stopwatch()
+        taken = [run.data.train.batch(prompts.take(rl.prompts_per_step)) for _ in range(inner)]
+        lrs = [learning_rate(config.optimizer, iteration + i, rl.iterations) for i in range(1, inner + 1)]
+        asked = [repeat_prompts(batch, rl.samples_per_prompt) for batch in taken]
+        result = run.train(asked, island.loss_spec(config), lrs, config.rollout.temperature, island.ROLLOUT)
+        prompts.mark_trained(sum(map(len, taken)))
+        iteration += inner
+        watch.lap("step")
+        metrics = step_metrics(result, "actor", inner) | {
+            "training/iteration": float(iteration), "training/inner_step": float(iteration), "training/pass": prompts.trained / prompts.size,
+        }  # fmt: skip
+        if run.data.eval and (iteration == rl.iterations or (rl.eval_every and iteration // rl.eval_every > (iteration - inner) // rl.eval_every)):
+            run.summary["accuracy_after"] = metrics["val-core/acc/mean@1"] = evaluate(run, reward)
+            watch.lap("testing")
+        run.log(result.step, metrics | watch.seconds, show_at=iteration)
+        run.verify_if_due()
+        run.save_if_due(state, last=iteration == rl.iterations)
+
+
 def warm_up(run: Run, state: Callable[[], dict[str, Any]]) -> None:
     """``warmup.steps`` steps of SFT through the same step transaction; a resumed run does those that are left."""
-    config, group, data = run.config, run.group, run.data.warmup
-    if data is None or group.committed_step >= config.warmup.steps:
+    config, group, data, inner = run.config, run.group, run.data.warmup, run.inner_steps
+    if data is None or (done := group.committed_step * inner) >= config.warmup.steps:
         return
     stream = SampleStream(len(data), config.seed, config.data.shuffle, "warmup")
-    stream.take(group.committed_step * config.warmup.samples_per_step)  # a checkpoint in the warm-up: its steps are done
+    stream.take(done * config.warmup.samples_per_step)  # a checkpoint in the warm-up: its steps are done
     stream.mark_trained(stream.read)
-    run.start(config.warmup.steps, "warm-up step", group.committed_step)
-    while group.committed_step < config.warmup.steps:
+    run.start(config.warmup.steps // inner, "warm-up step", group.committed_step)
+    while group.committed_step * inner < config.warmup.steps:
         watch = Stopwatch()
-        batch = data.batch(stream.take(config.warmup.samples_per_step))
-        result = group.train_step(batch, sft.LOSS, config.warmup.lr)
-        stream.mark_trained(len(batch))
-        tokens = sum(batch.token_counts())
-        metrics = step_metrics(result, "train") | {"perf/total_num_tokens": float(tokens)}
+        batches = [data.batch(stream.take(config.warmup.samples_per_step)) for _ in range(inner)]
+        result = run.train(batches, sft.LOSS, [config.warmup.lr] * inner)
+        stream.mark_trained(sum(map(len, batches)))
+        tokens = sum(sum(batch.token_counts()) for batch in batches)
+        metrics = step_metrics(result, "train", inner) | {"perf/total_num_tokens": float(tokens)}
         run.log(result.step, metrics | {"perf/throughput": tokens / watch.lap("step")} | watch.seconds, show_at=result.step)
         run.verify_if_due()
         run.save_if_due(state)
@@ -137,7 +166,7 @@ def evaluate(run: Run, reward: Any) -> float:
     """Share of held-out prompts whose (greedy) completion is right: a reward of at least 1."""
     assert run.data.eval is not None
     prompts = run.data.eval.first(run.config.rollout.eval_samples)
-    answered = run.group.call("mesh", "generate", repeat_prompts(prompts, 1), Sampling.for_evaluation(run.config))
+    answered = run.group.rollout(repeat_prompts(prompts, 1), Sampling.for_evaluation(run.config))
     scores = run.group.once(score, reward, answered)
     return sum(s >= 1.0 for s in scores) / len(scores)
 

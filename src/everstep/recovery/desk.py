@@ -55,7 +55,7 @@ class DurableLog(Protocol):
 class Listener:
     """Who is told what. Called outside the desk's lock, on whatever thread the event came; must not block.
 
-    ``place(worker)``: (replica, rank), (-1, -1) for a spare. ``on_phase(worker, step, phase)`` when a rank enters a phase (fault
+    ``place(worker)``: (replica, rank), (-1, -1) for a spare, (-2, number) for a rollout engine. ``on_phase(worker, step, phase)`` when a rank enters a phase (fault
     injection listens here), ``on_death(worker, cause)`` once for every worker that is expelled (its process must then be killed and
     confirmed dead: rule 8), ``on_record`` for every record published, ``on_word(worker, number, word)`` when a rank answers an order
     of fault injection. ``injected(worker)``: whether it was struck by fault injection. ``before_kill(worker, cause)``: it lives, and will

@@ -34,6 +34,10 @@ Epoch = int | tuple[int, ...]
 """A view's epoch: a counter, or (coordinator incarnation, counter). Compared with ``epoch_key``."""
 
 
+#: In the place of a replica, for the position of a rollout engine; ``rank`` is its number then. An idle spare has -1, -1.
+ENGINES = -2
+
+
 @dataclass(frozen=True)
 class EventKind:
     """One line of the registry: what the event means, who writes it, and the fields a reader may rely on."""
@@ -102,6 +106,12 @@ EVENTS: dict[str, EventKind] = {
         step=True,
         epoch=True,
     ),
+    "inner_step": _kind(
+        "rank",
+        "Semi-synchronous training: the rank made inner step `inner` (from 0) of the `of` of a round, on these slots.",
+        "replica rank inner of slots seconds",
+        step=True,
+    ),
     "link_used": _kind(
         "rank",
         "The rank takes a link for this view; `built`: it was ready, as a standby or a joiner's (else it was formed now).",
@@ -131,6 +141,23 @@ EVENTS: dict[str, EventKind] = {
     "skip": _kind("rank", "The rank passed over a commit of kind skip.", "replica rank", step=True, epoch=True),
     "drop": _kind("lead", "Samples that will never be used, and why.", "samples reason"),
     "verify": _kind("lead", "The state hashes of all ranks were compared.", "equal hashes", step=True),
+    # rollout engines
+    "rollout_start": _kind("lead", "A rollout engine was started in the place of a dead one; it has no weights yet.", "engine instead_of"),
+    "rollout_sync_begin": _kind(
+        "rank", "A rollout engine begins to get weights of `step`; until it has them all it holds none.", "engine kind", step=True
+    ),
+    "rollout_made": _kind(
+        "rank", "A rollout engine completed samples; `version`: the committed step of the weights it holds.", "engine samples version"
+    ),
+    "rollout_sync": _kind(
+        "rank",
+        "A rollout engine got weights. `kind`: all of them, the frozen base (LoRA), or adapters, with which it serves `step`.",
+        "engine kind nbytes seconds",
+        step=True,
+    ),
+    "rollout_death": _kind(
+        "lead", "A rollout engine died: `requeued` sequences go on elsewhere, with what it had made of them.", "engine cause requeued dropped"
+    ),
     # membership
     "view": _kind(
         "lead",

@@ -98,6 +98,10 @@ METRICS: dict[str, str] = {
     "ft/full_strength_s": "Seconds from a death until all replicas took part again.",
     "ft/heal_s": "Seconds to bring a rank to the current step from its peer, the slowest rank.",
     "ft/heal_bytes": "Bytes of state that the healed replica received, all its ranks.",
+    "ft/link_bytes": "Bytes that the ranks of one replica sent to other replicas for the step (of semi-synchronous training, the round), mean over "
+    "replicas: what the bandwidth-optimal algorithm of each collective sends, voided attempts included.",
+    "ft/link_bytes_per_inner_step": "ft/link_bytes over the optimizer steps that it served: one, or those of a round.",
+    "training/inner_step": "Inner optimizer steps of each replica so far (semi-synchronous training).",
     "ft/microbatches_redone": "Slots of the step that replicas computed beyond those they were first dealt.",
 }
 

@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from everstep.telemetry.events import Epoch, Event, epoch_key, of_kind, seconds_between
+from everstep.telemetry.events import ENGINES, Epoch, Event, epoch_key, of_kind, seconds_between
 
 SampleKey = tuple[int, str]  # (rl_pass, sample id)
 
@@ -53,6 +53,13 @@ class Recovery:
     full_strength_s: float | None = None
     slots_redone: int = 0
     t_full_strength: float | None = None  # wall clock
+
+    @property
+    def who(self) -> str:
+        """Who died, in words."""
+        if self.replica >= 0:
+            return f"rank {self.replica}/{self.rank}"
+        return f"rollout engine {self.rank}" if self.replica == ENGINES else "a spare"
 
 
 @dataclass(frozen=True)

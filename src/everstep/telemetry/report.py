@@ -42,7 +42,7 @@ def _summary(deaths: Sequence[Recovery], books: Account, time: Goodput) -> Group
         table.add_column(name, justify="right", no_wrap=True)
     for death in deaths:
         table.add_row(
-            "a spare" if death.replica < 0 else f"rank {death.replica}/{death.rank}",
+            death.who,
             str(death.step),
             _seconds(death.detect_s) if death.injected else "(start)",
             _seconds(death.stall_s),
@@ -52,8 +52,7 @@ def _summary(deaths: Sequence[Recovery], books: Account, time: Goodput) -> Group
         )
     lines: list[Text | Table] = [table] if deaths else [Text("No rank died.")]
     for death in deaths:
-        who = "a spare" if death.replica < 0 else f"rank {death.replica}/{death.rank}"
-        lines.append(Text(f"{who} in step {death.step}: {death.cause}"))
+        lines.append(Text(f"{death.who} in step {death.step}: {death.cause}"))
     return Group(*lines, Text(describe(deaths, books)), Text(describe_time(time)))
 
 

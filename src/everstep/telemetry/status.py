@@ -88,6 +88,7 @@ class RunStatus:
     standbys: list[str] = field(default_factory=list)  # links that are ready for those who would survive a death
     ranks: list[RankStatus] = field(default_factory=list)
     spares: list[str] = field(default_factory=list)
+    engines: list[str] = field(default_factory=list)   # rollout engines with processes of their own
     unavailable: list[Unavailable] = field(default_factory=list)
     fresh: bool = False      # a pulse of the living lead was used
     dashboard: str = ""      # address, while the run serves one
@@ -186,7 +187,8 @@ def fold(folder: str, events: Sequence[Event], pulse: dict[str, Any] | None = No
     if result.link_building in (result.link, *ready):
         result.link_building = ""
     result.ranks = [places[key] for key in sorted(places)]
-    result.spares = list(warm)
+    result.spares = [worker for worker in warm if not worker.startswith("e")]
+    result.engines = [worker for worker in warm if worker.startswith("e")]
     result.unavailable = [out[replica] for replica in sorted(out)]
     _overlay(result, pulse, lead, now)
     return result
@@ -296,6 +298,8 @@ def describe(state: RunStatus, now: float | None = None) -> Any:
     lines.append(table)
     lines.append(Text(f"link {state.link or 'none'}" + (f", standbys {', '.join(state.standbys)}" if state.standbys else "") + (f", building {state.link_building}" if state.link_building else "")))
     lines.append(Text(f"spares: {', '.join(state.spares) or 'none'}"))
+    if state.engines:
+        lines.append(Text(f"rollout engines: {', '.join(state.engines)}"))
     for lost in state.unavailable:
         lines.append(Text(f"replica {lost.replica} is out for {_ago(now - lost.since)}, since step {lost.step}: rank {lost.replica}/{lost.rank}: "
                           f"{lost.cause}; waits for {lost.waits_for}"))

@@ -75,7 +75,7 @@ class WatchConfig(Section):
         description="Replace a reported straggler by a warm spare, at a step boundary; without a spare it stays. Its process ends.",
     )
     spike_ratio: float = Field(
-        3.0, ge=0, description="A loss or gradient norm is a spike if it is more than this many times the median of the last steps, and "
+        3.0, ge=0, description="A loss or gradient norm is a spike if it is more than this many times the median of the last steps, more than all of them, and "
         "far outside their spread (six scaled median deviations). 0: off.",
     )
     spike_steps: int = Field(50, ge=8, description="Steps that a spike is compared with.")

@@ -52,7 +52,8 @@ class _Hook:
         self._told_at: dict[str, float] = {}
         self._skipped: dict[str, int] = {}
         self._lost = 0
-        self._over = threading.Event()
+        self._over = threading.Event()   # nothing more is offered
+        self._given_up = False           # what is queued still is left out
         self._thread = threading.Thread(target=self._loop, name="alerts", daemon=True)
         self._thread.start()
 
@@ -69,6 +70,7 @@ class _Hook:
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
+        self._given_up = True
         if (left := self._queue.qsize()) or self._lost or self._thread.is_alive():
             LOG.warning("alerts to %s: %d were left out because it was too slow", self._name, left + self._lost + self._thread.is_alive())
 
@@ -77,7 +79,7 @@ class _Hook:
         return self._config.url or " ".join(self._config.command or ())
 
     def _loop(self) -> None:
-        while True:
+        while not self._given_up:
             try:
                 row = self._queue.get(timeout=0.1)
             except queue.Empty:

@@ -1,9 +1,8 @@
 """Losses and gradient norms that jump. Pure: values in, findings out.
 
-A value is a spike if it is above ``ratio`` times the median of the last ``steps`` values, and above that median by six scaled median
-absolute deviations (1.4826 MAD is the standard deviation of a normal distribution), so that what is noisy by nature is let be. A
-spike does not enter the values that later ones are compared with, unless it stays: after as many in a row as make half the window, the
-new level is the usual one.
+A value is a spike if it is above ``ratio`` times the median of the last ``steps`` values, above that median by six scaled median
+absolute deviations (1.4826 MAD is the standard deviation of a normal distribution), and above all of them: what is wild by nature is
+let be, and a level that stays is told once or twice, not in every step.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 #: Metrics that are looked at, where a run has them.
 WATCHED = ("train/loss", "train/grad_norm", "actor/grad_norm")
@@ -26,41 +25,25 @@ class Spike:
     usual: float  # median of what it was compared with
 
 
-@dataclass
-class _Series:
-    values: deque[float]
-    pending: list[float] = field(default_factory=list)
-
-
 class Spikes:
     """``ratio``, ``steps``: ``watch.spike_ratio``, ``watch.spike_steps``."""
 
     def __init__(self, ratio: float, steps: int):
         self._ratio, self._steps = ratio, steps
-        self._series: dict[str, _Series] = {}
+        self._past: dict[str, deque[float]] = {}
 
     def step(self, metrics: dict[str, float]) -> list[Spike]:
         """The metrics of one step; those of them that jumped."""
-        if not self._ratio:
-            return []
         found = []
-        for name in WATCHED:
-            if name in metrics and math.isfinite(metrics[name]):
-                series = self._series.setdefault(name, _Series(deque(maxlen=self._steps)))
-                if (usual := self._judge(series, metrics[name])) is not None:
-                    found.append(Spike(name, metrics[name], usual))
+        for name in WATCHED if self._ratio else ():
+            value = metrics.get(name, math.nan)
+            if not math.isfinite(value):
+                continue
+            past = self._past.setdefault(name, deque(maxlen=self._steps))
+            if len(past) >= _LEAST and value > max(past):
+                usual = statistics.median(past)
+                spread = statistics.median(abs(v - usual) for v in past)
+                if value > self._ratio * usual and value - usual > _DEVIATIONS * spread:
+                    found.append(Spike(name, value, usual))
+            past.append(value)
         return found
-
-    def _judge(self, series: _Series, value: float) -> float | None:
-        if len(series.values) >= _LEAST:
-            usual = statistics.median(series.values)
-            spread = statistics.median(abs(v - usual) for v in series.values)
-            if value > self._ratio * usual and value - usual > _DEVIATIONS * spread:
-                series.pending.append(value)
-                if len(series.pending) * 2 >= self._steps:
-                    series.values.extend(series.pending)
-                    series.pending = []
-                return usual
-        series.pending = []
-        series.values.append(value)
-        return None

@@ -12,13 +12,15 @@ look as slow.
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 #: Phases in which a rank waits for no other replica, and whether the time is per slot.
 OWN_WORK = {"compute": True, "apply": False, "begin": False}
 LEAST_STEPS = 5        # that a finding rests on
+MOST_STEPS = 0.75      # share of the steps looked at in which it must have been above the limit
 LEAST_EXCESS_S = 0.002  # per step: below this a ratio is noise of the clock and the scheduler
 
 
@@ -47,6 +49,7 @@ class Straggler:
 @dataclass
 class _Past:
     ratios: deque[tuple[float, float, float]]  # when, ratio, excess
+    above: int = 0  # of the ratios, how many are above the limit
 
 
 class Stragglers:
@@ -65,11 +68,14 @@ class Stragglers:
         slow: dict[str, Straggler] = {}
         for phase, per_slot in OWN_WORK.items():
             own = {worker: spent for worker, timed in ranks.items() if (spent := _own(timed, phase, per_slot)) is not None}
+            places: dict[int, list[float]] = {}  # one rank of each replica at each
             for worker, spent in own.items():
-                peers = [own[w] for w, t in ranks.items() if w in own and t.rank == ranks[worker].rank and t.replica != ranks[worker].replica]
-                if not peers:
+                insort(places.setdefault(ranks[worker].rank, []), spent)
+            for worker, spent in own.items():
+                peers = places[ranks[worker].rank]
+                if len(peers) < 2:
                     continue
-                usual = statistics.median(peers)
+                usual = _median_without(peers, spent)
                 slots = ranks[worker].slots if per_slot else 1
                 self._note(worker, phase, now, spent / max(usual, 1e-9), (spent - usual) * slots)
                 found = self._judge(worker, phase, now, ranks[worker])
@@ -87,19 +93,27 @@ class Stragglers:
     def _note(self, worker: str, phase: str, now: float, ratio: float, excess_s: float) -> None:
         past = self._past.setdefault((worker, phase), _Past(deque()))
         past.ratios.append((now, ratio, excess_s))
+        past.above += ratio > self._limit
         while len(past.ratios) > 4096 or (len(past.ratios) > LEAST_STEPS and now - past.ratios[1][0] >= self._for_s):
-            past.ratios.popleft()  # what is left spans the time that counts
+            past.above -= past.ratios.popleft()[1] > self._limit  # what is left spans the time that counts
 
     def _judge(self, worker: str, phase: str, now: float, timed: Timed) -> Straggler | None:
         past = self._past[worker, phase].ratios
         since_s = now - past[0][0]
-        if len(past) < LEAST_STEPS or since_s < self._for_s:
+        if len(past) < LEAST_STEPS or since_s < self._for_s or self._past[worker, phase].above < MOST_STEPS * len(past):
             return None
         ratio, excess = statistics.median(r for _, r, _ in past), statistics.median(e for _, _, e in past)
-        above = sum(r > self._limit for _, r, _ in past)
-        if ratio <= self._limit or excess < LEAST_EXCESS_S or above < 0.75 * len(past):
+        if ratio <= self._limit or excess < LEAST_EXCESS_S:
             return None
         return Straggler(worker, timed.replica, timed.rank, phase, ratio, excess, since_s, len(past))
+
+
+def _median_without(values: Sequence[float], one: float) -> float:
+    """The median of sorted ``values`` without ``one`` of them."""
+    at = bisect_left(values, one)
+    others: Callable[[int], float] = lambda index: values[index if index < at else index + 1]
+    count = len(values) - 1
+    return (others((count - 1) // 2) + others(count // 2)) / 2
 
 
 def _own(timed: Timed, phase: str, per_slot: bool) -> float | None:

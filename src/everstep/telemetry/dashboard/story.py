@@ -106,7 +106,7 @@ def as_page(story: Story) -> dict[str, Any]:
     return {
         "status": story.status.as_json(),
         "account": dataclasses.asdict(story.account) | {"exact": story.account.exact},
-        "recoveries": [dataclasses.asdict(recovery) for recovery in story.recoveries],
+        "recoveries": [dataclasses.asdict(recovery) | {"who": recovery.who} for recovery in story.recoveries],
         "goodput": {
             "wall_s": good.wall_s, "ettr": good.ettr, "goodput": good.goodput, "share": good.share, "total_s": good.total,
             "samples_per_second": good.samples_per_second,

@@ -20,7 +20,6 @@ from types import FrameType
 from typing import Any
 
 from everstep.checkpoint.choose import Chosen, adopt, choose
-from everstep.checkpoint.storage import local_folder
 from everstep.cluster import environment, torchrun
 from everstep.cluster.group import Group
 from everstep.cluster.host import Host
@@ -31,10 +30,10 @@ from everstep.config.schema import Config
 from everstep.data import PreparedData
 from everstep.data import check as check_data
 from everstep.errors import EverstepError, Interrupted, InvariantViolated
-from everstep.recipes import grpo, sft
+from everstep.recipes import grpo, ppo, sft
 from everstep.recipes.run import Run
 from everstep.recovery.view import Kind, Record
-from everstep.run_dir import RunDir, check_run_dir, prepare_run_dir
+from everstep.run_dir import RunDir, check_run_dir, checkpoints_of, prepare_run_dir
 from everstep.telemetry import logs
 from everstep.telemetry.console import Console
 from everstep.telemetry.events import EventLog, read_events
@@ -44,7 +43,7 @@ from everstep.telemetry.recoveries import account, recoveries
 from everstep.telemetry.report import reward_curve, summary_table
 from everstep.telemetry.watching import Watching
 
-RECIPES = {"sft": sft.train, "grpo": grpo.train}
+RECIPES = {"sft": sft.train, "grpo": grpo.train, "ppo": ppo.train}
 
 
 def launch(config: Config | str | os.PathLike[str], overrides: Sequence[str] = (), clean: bool = False) -> Group:
@@ -131,6 +130,7 @@ def _run(
             group.load(chosen.path)
         the_run = Run(config, group, data, console, metrics, events, ongoing)
         RECIPES[config.recipe](the_run)
+        the_run.finish_saves()
         digest = group.verify()
         status = "done"
         if console and events:
@@ -141,7 +141,7 @@ def _run(
     except KeyboardInterrupt as interrupt:
         interrupts.ignored = True
         status = "interrupted"
-        raise Interrupted(f"interrupted by {str(interrupt) or 'a signal'}; the processes were stopped" + _how_to_resume(config, run_dir)) from None
+        raise Interrupted(f"interrupted by {str(interrupt) or 'a signal'}; the processes were stopped" + _how_to_resume(config)) from None
     except EverstepError as error:
         if events:
             events.emit("error", error=type(error).__name__, message=str(error))
@@ -199,10 +199,10 @@ def _enter(
 
 
 def _prepare(config: Config, clean: bool) -> tuple[RunDir, Chosen]:
-    chosen = choose(local_folder(config.run_dir) / "checkpoints", config.resume)  # first: what is refused leaves no folder
+    chosen = choose(checkpoints_of(config), config.resume)  # first: what is refused leaves no folder
     run_dir = prepare_run_dir(config, clean)
     if config.resume != "never":
-        adopt(run_dir.checkpoints, chosen)
+        adopt(checkpoints_of(config), chosen)
     config_files.save(config, run_dir.configs / "resolved.yaml")
     return run_dir, chosen
 
@@ -281,8 +281,8 @@ def _conclude(console: Console, the_run: Run, run_dir: RunDir, digest: str) -> N
         raise InvariantViolated(f"{run_dir.events}: a step or a sample was lost or used twice (see the table)")
 
 
-def _how_to_resume(config: Config, run_dir: RunDir) -> str:
-    newest = choose(run_dir.checkpoints, "auto")
+def _how_to_resume(config: Config) -> str:
+    newest = choose(checkpoints_of(config), "auto")
     return f"; continue after step {newest.step} with resume=auto" if newest.path else "; no checkpoint was complete"
 
 

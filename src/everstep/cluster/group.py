@@ -8,10 +8,10 @@ that every rank sees the same ones. A recipe written against this module cannot 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
@@ -20,6 +20,7 @@ from everstep.layout import Layout
 from everstep.rl.rollout import Sampling
 
 T = TypeVar("T")
+Role = Literal["actor", "critic"]  # of the models that a rank may hold
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,18 @@ class Group(Protocol):
         their drop is recorded.
         """
 
-    def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
-        """One step transaction over ``batch`` (all of it, over all replicas). Returns after its commit was applied."""
+    def train_step(
+        self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, role: Role = "actor",
+        about: Mapping[str, Any] | None = None,
+    ) -> StepResult:
+        """One step transaction over ``batch`` (all of it, over all replicas). Returns after its commit was applied.
+
+        ``role``: the model that is trained; ``critic`` only with recipe=ppo, its loss is given values. Transactions of both have one
+        sequence of numbers. ``about``: what the step is to the recipe (iteration, pass, mini-batch), for the event log.
+        """
+
+    def enter_stage(self, name: str) -> None:
+        """Say that the recipe enters this stage of an RL iteration: for whoever watches, and for fault injection."""
 
     def train_round(
         self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None
@@ -93,8 +104,19 @@ class Group(Protocol):
     def once(self, function: Callable[..., T], *args: Any) -> T:
         """``function(*args)`` computed in one place, its result known everywhere (rewards, files, anything not repeatable)."""
 
-    def save(self, recipe_state: dict[str, Any]) -> Path:
-        """A complete checkpoint of the committed step."""
+    def save(self, recipe_state: dict[str, Any], wait: bool = True) -> Path | None:
+        """A checkpoint of the committed step. ``wait``: until it is complete, and return where it is; else it is completed while
+        training goes on, and None is returned. One that is on its way already is waited for. Raises CheckpointError."""
+
+    def save_wanted(self, due: bool) -> bool:
+        """Whether a checkpoint should begin now: it is ``due``, or one failed and it is time to try again; and none is on its way.
+        Raises CheckpointError if one failed and checkpoint.on_failure=stop."""
+
+    def finish_saves(self) -> None:
+        """Wait until the checkpoint on its way is complete. Raises CheckpointError."""
+
+    def told_of_saves(self) -> list[str]:
+        """What became of checkpoints since the last call, one line each; the lead knows."""
 
     def load(self, path: Path) -> dict[str, Any]:
         """Restore every rank from a checkpoint, before the first step; returns the recipe state that was saved with it."""

@@ -11,7 +11,8 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,13 +21,14 @@ import torch
 import torch.distributed as dist
 
 from everstep.checkpoint import saving
-from everstep.checkpoint.saving import SavedRun
-from everstep.checkpoint.sharded import Shard
+from everstep.checkpoint.saving import RankOf, SavedRun, Saver
+from everstep.checkpoint.storage import CheckpointError
+from everstep.checkpoint.writer import Ticket
 from everstep.cluster import environment
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.device import choose_device
-from everstep.cluster.dispatch import get_dispatch, ranks_of
-from everstep.cluster.group import StepResult
+from everstep.cluster.dispatch import get_dispatch, mesh_of, ranks_of
+from everstep.cluster.group import Role, StepResult
 from everstep.cluster.island import Round
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.slots import ListSlots, cut_round, cut_slots, require_synchronous, sample_ids
@@ -84,6 +86,7 @@ class LocalGroup:
         self.layout = derive.layout(config)
         self._rank = dist.get_rank()
         self._reference = False
+        self._stage = ""
         self.recipe_state: dict[str, Any] = {}
         self.closing = contextlib.ExitStack()
         self.dispatch_bytes, self.dispatch_seconds = 0, 0.0  # every rank has the whole batch already: nothing is sent
@@ -101,6 +104,10 @@ class LocalGroup:
         self._worker = Worker(config, workers[self._rank], choose_device(config), control, store, own_events)
         log = config.log
         self._log = logs.start(run_dir.logs / f"rank-{self._rank:03d}.jsonl", workers[self._rank], log.level, log.max_bytes, log.keep, self._worker.where)
+        self._saver: Saver | None = None
+        if self.is_lead:
+            connect = lambda: dist.TCPStore(*store, is_master=False, timeout=timedelta(seconds=60))
+            self._saver = Saver(config, self.layout, self._events, connect, lambda worker: None)
         self._worker.run("form", (Formation(0, self._rank, 0, workers, "weights", False),), {})
         dist.barrier()
         if self._server:
@@ -188,13 +195,23 @@ class LocalGroup:
         return how.collect(ranks, self._exchange(mine))
 
     def rollout(self, prompts: TrainingBatch, sampling: Sampling) -> TrainingBatch:
-        completed: TrainingBatch = self.call("mesh", "generate", prompts, sampling)
+        completed: TrainingBatch = self.call(
+            mesh_of(self.config.recovery, sampling.samples_per_batch), "generate", prompts, sampling
+        )
         return completed
 
-    def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
+    def enter_stage(self, name: str) -> None:
+        self._stage = name
+        if self._injector:
+            self._injector.on_stage(name, self.committed_step + 1)
+
+    def train_step(
+        self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, role: Role = "actor",
+        about: Mapping[str, Any] | None = None,
+    ) -> StepResult:
         require_synchronous(self.config)
         slots = cut_slots(batch, self.config.train, self.layout.dp)
-        return self._step(slots, loss, lr, "train_step", lambda step: (step, ListSlots(slots), loss, lr, temperature))
+        return self._step(slots, loss, lr, "train_step", lambda step: (step, ListSlots(slots), loss, lr, temperature, role), about)
 
     def train_round(
         self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None
@@ -204,12 +221,13 @@ class LocalGroup:
         return self._step(slots, loss, lrs[-1], "train_round", lambda step: (make(step), ListSlots(slots), loss, rollout))
 
     def _step(
-        self, slots: list[tuple[TrainingBatch, ...]], loss: LossSpec, lr: float, method: str, arguments: Callable[[int], tuple[Any, ...]]
+        self, slots: list[tuple[TrainingBatch, ...]], loss: LossSpec, lr: float, method: str, arguments: Callable[[int], tuple[Any, ...]],
+        about: Mapping[str, Any] | None = None,
     ) -> StepResult:
         step = self.committed_step + 1
         if self._server and self._injector:
             self._injector.prepare(step)  # the others wait for this rank before they compute
-            self._server.begin(step, sample_ids(slots))
+            self._server.begin(step, sample_ids(slots), about or {})
         report = self._worker.run(method, arguments(step), {})
         reports = self._exchange(report)
         return combine(step, reports, reports[:1], loss, lr, len(slots), self._control.view)
@@ -228,29 +246,45 @@ class LocalGroup:
             raise failure
         return result  # type: ignore[no-any-return]
 
-    def save(self, recipe_state: dict[str, Any]) -> Path:
-        shared: list[Any] = [None]
+    def save(self, recipe_state: dict[str, Any], wait: bool = True) -> Path | None:
         if self._injector:
             self._injector.prepare(self.committed_step + 1)
+        start = time.monotonic()
+        ticket = self.once(self._begin_save, recipe_state, wait)
+        if ticket is None:
+            return self.once(lambda: self.saver.checkpoint(self.committed_step))
+        self._worker.run("save_shard", (ticket,), {})
+        self._exchange(None)  # everybody has taken it up
         if self.is_lead:
-            run = SavedRun(self.committed_step, self._reference, recipe_state)
-            keep = self.config.checkpoint.keep_last
-            shared = [saving.save(self._run_dir.checkpoints, run, self.layout, keep, self._write_shards, self._events)]
-        else:
-            self._write_shards(None)
-        dist.broadcast_object_list(shared)
-        path: Path = shared[0]
-        return path
+            self.saver.follow([RankOf(f"w{rank}", 0, rank) for rank in range(self.layout.ranks_per_replica)], time.monotonic() - start)
+        return self.once(self._wait_saved) if wait else None
 
-    def _write_shards(self, folder: Path | None) -> list[Shard]:
-        shared: list[Any] = [folder]
-        dist.broadcast_object_list(shared)
-        shards: list[Shard] = self._exchange(self._worker.run("save_shard", (shared[0],), {}))
-        return shards
+    def _begin_save(self, recipe_state: dict[str, Any], wait: bool) -> Ticket | None:
+        with contextlib.suppress(CheckpointError):  # of the one on its way: it is told
+            self.saver.wait()
+        tickets = self.saver.begin(SavedRun(self.committed_step, self._reference, recipe_state), 1, patient=wait)
+        return tickets[0] if tickets else None
+
+    def _wait_saved(self) -> Path | None:
+        return self.saver.wait()
+
+    def save_wanted(self, due: bool) -> bool:
+        return self.once(lambda: self.saver.wanted(due, self.committed_step))
+
+    def finish_saves(self) -> None:
+        self.once(self._wait_saved)
+
+    def told_of_saves(self) -> list[str]:
+        return self.saver.told() if self.is_lead else []
+
+    @property
+    def saver(self) -> Saver:
+        assert self._saver is not None, "only the lead completes checkpoints"
+        return self._saver
 
     def load(self, path: Path) -> dict[str, Any]:
-        saved = saving.read(path, self.layout)
-        self._worker.run("load_shard", (path, saved.step, saved.reference), {})
+        saved = saving.read(path)
+        self._worker.run("load_shard", (str(path), saved.step, saved.reference), {})
         self._reference = saved.reference
         dist.barrier()
         if self._server:
@@ -267,10 +301,12 @@ class LocalGroup:
 
     def status(self) -> dict[str, Any]:
         view = self._control.view
-        return {"state": "voting", "epoch": str(view.epoch), "committed_step": view.committed, "replicas": [0], "healing": [],
-                "spares": 0, "deaths": 0, "ranks": self._server.whereabouts() if self._server else {}}
+        return {"state": "voting", "stage": self._stage, "epoch": str(view.epoch), "committed_step": view.committed, "replicas": [0],
+                "healing": [], "spares": 0, "deaths": 0, "ranks": self._server.whereabouts() if self._server else {}}
 
     def close(self) -> None:
+        if self._saver:
+            self._saver.give_up()
         self._worker.leave()
         self._control.close()
         if self._server:

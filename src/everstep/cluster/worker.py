@@ -16,16 +16,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint import adapter, sharded
+from everstep.checkpoint import manifest, rng, saving, sharded
+from everstep.checkpoint.index import Index
+from everstep.checkpoint.storage import place
+from everstep.checkpoint.writer import RankWriter, Ticket
 from everstep.cluster.batch import TrainingBatch
-from everstep.cluster.island import Island, Round, RoundWork, island_folder, without_participants
-from everstep.cluster.rank_state import Kept, WholeState
+from everstep.cluster.group import Role
+from everstep.cluster.island import Island, Round, RoundWork, without_participants
+from everstep.cluster.rank_state import Kept, WholeState, clip
 from everstep.cluster.slots import in_order, micro_batches
 from everstep.config import derive
 from everstep.config.schema import Config
@@ -53,7 +56,10 @@ LOG = logging.getLogger(__name__)
 
 Life = tuple[int, int]  # (replica, build): one formation of a replica, and what every call says it is meant for
 
-CALL_PHASES = {"save_shard": "save", "save_island": "save", "generate": "rollout", "send_weights": "send", "form": "form"}  # what a rank says it does; other methods: "call"
+CALL_PHASES = {  # what a rank says it does; other methods: "call"
+    "save_shard": "save", "save_island": "save", "generate": "rollout", "send_weights": "send", "form": "form", "logprobs": "logprobs",
+    "values": "values",
+}
 STEPS = ("train_step", "train_round")  # they tell their phases themselves
 BROKEN_NOTICE_S = 5.0  # how long a failed collective waits for the coordinator to say that a rank is gone
 OUT_OF_MEMORY_STATUS = 12  # ENOMEM
@@ -93,9 +99,10 @@ class Slots(Protocol):
 class StepWork:
     """One optimizer step as the transaction sees it (everstep.recovery.transaction.Work)."""
 
-    def __init__(self, worker: Worker, step: int, slots: Slots, loss: LossFn, lr: float, temperature: float):
+    def __init__(self, worker: Worker, step: int, slots: Slots, loss: LossFn, lr: float, temperature: float, engine: Engine):
         self.step, self.slots = step, len(slots)
         self._worker, self._source, self._loss, self._lr, self._temperature = worker, slots, loss, lr, temperature
+        self._engine = engine
 
     def ledger(self) -> Ledger:
         return SlotLedger() if self._worker.config.recovery.exact else SumLedger()
@@ -106,7 +113,7 @@ class StepWork:
     skip = restart
 
     def compute(self, slots: tuple[int, ...]) -> Contribution:
-        engine, dp = self._worker.engine, self._worker.position.dp
+        engine, dp = self._engine, self._worker.position.dp
         batches = [self._source.fetch(slot, dp) for slot in slots]
         seeds = [self._worker.seed_of(self.step, slot, dp) for slot in slots]
         sums = engine.accumulate(batches, self._loss, seeds, self._temperature)
@@ -114,10 +121,10 @@ class StepWork:
         return Contribution(gradients, sums.cpu())
 
     def norm(self, gradients: list[torch.Tensor], sums: torch.Tensor) -> float:
-        return self._worker.engine.squared_norm(gradients) ** 0.5 / float(sums[0])
+        return self._engine.squared_norm(gradients) ** 0.5 / float(sums[0])
 
     def apply(self, total: Total) -> None:
-        self._worker.engine.apply(total.gradients, self._worker.clip(total.grad_norm) / total.divisor, self._lr)
+        self._engine.apply(total.gradients, clip(self._engine, total.grad_norm) / total.divisor, self._lr)
 
 
 class Worker:
@@ -131,6 +138,7 @@ class Worker:
         self._store_address = store_address
         self._store: dist.Store | None = None
         self._source = source.resolve(config.model)
+        self._critic_source = source.resolve(derive.critic(config).model) if config.recipe == "ppo" else None
         self._tokenizer: Any = None
         self._rollout: TransformersRollout | None = None
         self._rollout_weights: tuple[int | None, int] | None = None  # known to every rank: all decide alike whether to gather weights
@@ -141,6 +149,7 @@ class Worker:
         self._kept: Kept | None = None
         self._entered = threading.Event()  # a view has included this worker in its present formation
         self.layout = derive.layout(config)
+        self._writer = RankWriter(self._open_store, device, events)
         self.victim = Victim(worker_id, events, control.fault_word, lambda: "step {}, {}".format(*control.where))
         control.on_record, control.on_fenced = self._on_record, self._fenced
         control.on_order, control.on_phase = self.victim.obey, self.victim.enter
@@ -151,9 +160,7 @@ class Worker:
 
     @property
     def engine(self) -> Engine:
-        if self._state is None:
-            raise WorkerFailed(f"worker {self.worker_id} has no place in a replica yet")
-        return self._state.engine
+        return self.state.engine
 
     @property
     def state(self) -> WholeState | Island:
@@ -230,24 +237,29 @@ class Worker:
                 "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
                 store=dist.PrefixStore(formation.world_name, self._open_store()), rank=formation.rank, world_size=size, timeout=timeout,
             )
+        loads = formation.start == "weights" or (self.config.lora.rank and kept is None)
         engine = Engine(self.config, self._source.hf_config, self.position, self.layout, self.device)
-        version: int | None = None
-        if formation.start == "weights" or (self.config.lora.rank and kept is None):
-            if self.config.model.init == "random":
-                engine.init_random(self.config.seed)
-            else:
-                engine.load_pretrained(self._source)
-        if formation.start == "weights":
-            version = 0
+        critic: Engine | None = None
+        if self._critic_source:
+            configured = derive.critic(self.config)
+            critic = Engine(configured, self._critic_source.hf_config, self.position, self.layout, self.device, "value", beside=engine)
+        for model, origin in ((engine, self._source), (critic, self._critic_source)):
+            if loads and model and origin:
+                if self.config.model.init == "random":
+                    model.init_random(self.config.seed)
+                else:
+                    model.load_pretrained(origin)
         if formation.reference:
             engine.keep_reference()
+        version = 0 if formation.start == "weights" else None
         if self.config.semisync.method == "none":
-            self._state = WholeState(engine, version)
+            self._state = WholeState(engine, critic, version)
         else:
             self._state = Island(engine, version, self.config, source.describe(self.config.model))
+        self._state.before_change = self._settle_save
         if kept:
-            engine.load_scalars(kept.scalars)
-            for name, tensor in engine.state().items():
+            self._state.load_scalars(kept.scalars)
+            for name, tensor in self._state.tensors(frozen=True).items():
                 tensor.copy_(kept.tensors[name])
             self._state.version = kept.version
         replica, rank = formation.replica, formation.rank
@@ -277,8 +289,8 @@ class Worker:
         if state is None or formation is None:
             return
         if state.version is not None and not state.island:  # an island's ranks all begin where one other island is
-            self._kept = Kept(self.layout.position(formation.rank), dict(state.engine.state()), state.scalars(), state.version)
-        state.engine.close()
+            self._kept = Kept(self.layout.position(formation.rank), state.tensors(frozen=True), state.scalars(), state.version)
+        state.close()
         self.events.emit("release", replica=formation.replica, rank=formation.rank)
 
     @property
@@ -389,10 +401,13 @@ class Worker:
             time.sleep(0.01)
         return False
 
-    def train_step(self, step: int, slots: Slots, loss: LossSpec, lr: float, temperature: float) -> StepReport:
+    def train_step(
+        self, step: int, slots: Slots, loss: LossSpec, lr: float, temperature: float, role: Role = "actor"
+    ) -> StepReport:
         assert self._transaction is not None
-        report = self._transaction.run(StepWork(self, step, slots, loss.build(), lr, temperature))
-        sums, metrics = self.engine.read_sums(report.sums)
+        engine = self._work_with(role)
+        report = self._transaction.run(StepWork(self, step, slots, loss.build(), lr, temperature, engine))
+        sums, metrics = engine.read_sums(report.sums)
         return dataclasses.replace(report, sums=sums, metrics=metrics)
 
     def train_round(self, round: Round, slots: Slots, loss: LossSpec, rollout: LossSpec | None = None) -> StepReport:
@@ -410,14 +425,10 @@ class Worker:
     def seed_of(self, step: int, slot: int, dp: int) -> int:
         return _seed(self.config.seed, step, slot, dp)
 
-    def clip(self, grad_norm: float) -> float:
-        """What a gradient of this norm is multiplied by (optimizer.clip_grad_norm)."""
-        limit = self.config.optimizer.clip_grad_norm
-        return min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0
-
     def generate(self, batch: TrainingBatch, sampling: Sampling) -> TrainingBatch:
         """Completions for prompts; the collecting rank generates, its model-parallel peers help to gather the weights."""
         room = self.config.engine.offload
+        self._work_with("actor")
         self._make_room(gradients=room.gradients, optimizer=room.optimizer)
         self._refresh_rollout()
         self._make_room(parameters=room.parameters)
@@ -458,13 +469,18 @@ class Worker:
         """Adds the tensor ``logprobs`` (``ref_logprobs`` for model="reference"), shape (B, T), float32."""
         name = "logprobs" if model == "policy" else "ref_logprobs"
         cut = micro_batches(batch, self.config.train)
-        results = self.engine.logprobs([micro for _, micro in cut], temperature, model)
-        if not results:  # not a collecting rank, or an empty batch
-            return batch.slice(0, 0).with_tensors(**{name: torch.zeros(0, batch.width)})
-        return batch.with_tensors(**{name: in_order(batch, [indices for indices, _ in cut], results)})
+        results = self._work_with("actor").logprobs([micro for _, micro in cut], temperature, model)
+        return _with_evaluated(batch, name, [indices for indices, _ in cut], results)
+
+    def values(self, batch: TrainingBatch) -> TrainingBatch:
+        """Adds the critic's ``values``, shape (B, T), float32: column t of the state in which token t is chosen."""
+        cut = micro_batches(batch, self.config.train)
+        results = self._work_with("critic").values([micro for _, micro in cut])
+        return _with_evaluated(batch, "values", [indices for indices, _ in cut], results)
 
     def keep_reference(self) -> None:
         """The current weights become the reference model."""
+        self._settle_save()
         self.engine.keep_reference()
 
     def offload_to_cpu(self, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
@@ -472,13 +488,24 @@ class Worker:
 
         Whatever is called next brings back what it needs. DeadlineExceeded if a heal that was called off reads the state still.
         """
-        if self._transaction is not None:
-            self._transaction.settle()
-        return self.engine.offload_to_cpu(parameters, gradients, optimizer)
+        return self._offload(self.engine, parameters, gradients, optimizer)
 
     def backload_to_gpu(self, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
         """Bytes taken on this rank's device, by part: the inverse of ``offload_to_cpu``, ahead of the first use."""
         return self.engine.backload_to_gpu(parameters, gradients, optimizer)
+
+    def _offload(self, engine: Engine, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
+        if self._transaction is not None:
+            self._transaction.settle()
+        self._settle_save()
+        return engine.offload_to_cpu(parameters, gradients, optimizer)
+
+    def _work_with(self, role: Role) -> Engine:
+        """The engine of this role, which brings back what it needs; with engine.offload.idle_model the other one leaves the device."""
+        if self.config.engine.offload.idle_model:
+            idle: Role = "critic" if role == "actor" else "actor"
+            self._offload(self.state.of(idle))
+        return self.state.of(role)
 
     def _make_room(self, parameters: bool = False, gradients: bool = False, optimizer: bool = False) -> None:
         if parameters or gradients or optimizer:
@@ -488,34 +515,38 @@ class Worker:
         """(version, hash of every tensor and scalar of this rank's state; of an island, of what it has in common with the others)."""
         return self.state.version, self.state.hash()
 
-    def save_shard(self, folder: Path) -> sharded.Shard:
-        """Write this rank's state, and the weights under HF names (first rank of the replica), into a checkpoint folder."""
-        rank = self.formation.rank
-        shard = sharded.save_rank(self.state.tensors(), self.state.scalars(), folder, rank, self.layout)
-        with self.state.global_weights():
-            sharded.save_hf(self.engine.export_hf(), self._source.hf_config, self.tokenizer, folder / "hf", write=rank == 0)
-            if self.config.lora.rank:
-                adapter.save(self.engine.export_adapter(), self.config, self._source, folder / "adapter", write=rank == 0)
-        return shard
+    def save_shard(self, ticket: Ticket) -> None:
+        """Begin to save this rank's share of step ``ticket.step``; the rest happens in the background (``RankWriter``)."""
+        state, replica = self.state, self.formation.replica
+        if state.version != ticket.step:
+            raise WorkerFailed(f"worker {self.worker_id} is at step {state.version}, step {ticket.step} was to be saved")
+        parts = {"model": state.scalars()} if not state.island else {"model": {}, f"island-{replica}": state.scalars()}
+        self._writer.begin(ticket, self.formation.rank, state.logical(replica), parts, rng.capture(self.device))
 
-    def save_island(self, folder: Path) -> sharded.Shard:
-        """Write what this rank has beside the other replicas' ranks of its position (semi-synchronous training)."""
-        own = island_folder(folder, self.formation.replica)
-        shard = sharded.save_rank(self.state.tensors(), self.state.scalars(), own, self.formation.rank, self.layout)
-        return sharded.Shard(shard.rank, {(own.relative_to(folder) / path).as_posix(): entry for path, entry in shard.files.items()})
+    def _settle_save(self) -> None:
+        """Wait until no save reads the state any more."""
+        waited = self._writer.settle(self.config.checkpoint.timeout_s)
+        if waited > 0.001:
+            self.events.emit("save_awaited", seconds=waited)
 
-    def load_shard(self, folder: Path, version: int, reference: bool) -> None:
-        """Restore this rank from a checkpoint folder of the same layout inside a replica; an island from its own part, if that is there,
-        else as the island whose replica wrote the checkpoint."""
+    def load_shard(self, address: str, version: int, reference: bool) -> None:
+        """Restore this rank from a checkpoint of any layout; an island from its own part, if that is there, else from another's."""
+        folder = place(address)
         if reference:
-            self.engine.keep_reference()
+            self.keep_reference()
+        index, rank, replica = Index(folder), self.formation.rank, self.formation.replica
+        alike = manifest.read_manifest(folder).layout == saving.inner_layout(self.layout)
         self.state.version = None
-        own = island_folder(folder, self.formation.replica)
-        source_folder = own if self.state.island and own.is_dir() else folder
-        self.state.load_scalars(sharded.load_rank(self.state.tensors(), source_folder, self.formation.rank, self.layout))
+        named = {f"island-{replica}": index.island(replica)} if self.state.island else {}
+        scalars = index.scalars_of(named.get(f"island-{replica}", "model"))[rank if alike else 0]
+        self.state.load_scalars(scalars if alike else _with_digests_of(self.state.scalars(), scalars))
+        for part, logical in self.state.logical(replica).items():
+            sharded.load_part(index, named.get(part, part), logical)
         self.state.restore()
         self.state.version = version
-        self.events.emit("load", step=version, path=str(source_folder))
+        rng.restore(sharded.rng_states(index, replica, rank), self.device)
+        self.events.emit("load", step=version, path=address)
+
 
     def memory_bytes(self) -> int:
         """Device memory in use (CUDA), or resident memory of the process (CPU)."""
@@ -552,6 +583,13 @@ class Worker:
         self._rollout_weights = self.state.weights_key
 
 
+def _with_evaluated(batch: TrainingBatch, name: str, indices: list[list[int]], results: list[torch.Tensor] | None) -> TrainingBatch:
+    """``batch`` with the tensor ``name`` (B, T); no samples from a rank that does not collect, or of an empty batch."""
+    if not results:
+        return batch.slice(0, 0).with_tensors(**{name: torch.zeros(0, batch.width)})
+    return batch.with_tensors(**{name: in_order(batch, indices, results)})
+
+
 def _out_of_memory(error: Exception) -> bool:
     """Host memory; torch's allocator on the CPU raises RuntimeError. A full GPU is no fault of the process: it stays a failure."""
     return isinstance(error, MemoryError) or (
@@ -568,3 +606,10 @@ def _seed(seed: int, step: int, slot: int, dp: int) -> int:
     """RNG seed of a micro-batch: whoever computes it, in whatever attempt, draws the same numbers (rule 15)."""
     digest = hashlib.blake2b(f"{seed}/{step}/{slot}/{dp}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def _with_digests_of(mine: dict[str, Any], scalars: dict[str, Any]) -> dict[str, Any]:
+    """``scalars`` of a rank of another layout: the digests of what LoRA froze are of that rank's cut, so this one's own stand in."""
+    changed = {name: mine[name] for name in scalars if name == "frozen_digest" and name in mine}
+    inner = {name: _with_digests_of(mine[name], value) for name, value in scalars.items() if isinstance(value, dict) and name in mine}
+    return scalars | changed | inner

@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from everstep.checkpoint import manifest
+from everstep.checkpoint.storage import CheckpointError, local_folder
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.group import Group, StepResult
 from everstep.config import derive
@@ -35,7 +38,9 @@ class Run:
     summary: dict[str, float] = field(default_factory=dict)  # numbers for the closing table, by name
 
     def __post_init__(self) -> None:
+        self.best: float | None = self.state.get("best")
         self._saved_step = self._verified_step = self.group.committed_step  # of the checkpoint that the run resumed from
+        self._ended_step = self.group.committed_step
         self._dispatched = (0, 0.0)
         self._spikes = Spikes(self.config.watch.spike_ratio, self.config.watch.spike_steps)
 
@@ -43,6 +48,10 @@ class Run:
     def state(self) -> dict[str, Any]:
         """What the recipe saved with the checkpoint that the run resumed from; empty at the start."""
         return self.group.recipe_state
+
+    @property
+    def folder(self) -> Path:
+        return local_folder(self.config.run_dir)
 
     def start(self, total: int, unit: str, done: int = 0) -> None:
         if self.console:
@@ -86,12 +95,48 @@ class Run:
 
     def save_if_due(self, state: Callable[[], dict[str, Any]], last: bool = False) -> None:
         """Checkpoint after every ``checkpoint.every_steps`` committed steps, and at the end (``checkpoint.at_end``)."""
-        step, every = self.group.committed_step, self.config.checkpoint.every_steps
-        due = (every > 0 and step - self._saved_step >= every) or (last and self.config.checkpoint.at_end)
-        if due and step != self._saved_step:
-            path = self.group.save(state())
-            self._saved_step = step
-            self.note(f"saved {path}")
+        step, checkpoint = self.group.committed_step, self.config.checkpoint
+        if last and checkpoint.at_end:
+            if step != self._ended_step:
+                self.group.save(state())
+                self._saved_step = self._ended_step = step
+        elif checkpoint.every_steps and self.group.save_wanted(due=step - self._saved_step >= checkpoint.every_steps):
+            self._save(state, wait=not checkpoint.asynchronous)
+        self._tell_saves()
+
+    def _save(self, state: Callable[[], dict[str, Any]], wait: bool) -> Path | None:
+        """None if it is on its way, or failed and training is to go on."""
+        try:
+            path = self.group.save(state(), wait)
+        except CheckpointError:
+            if self.config.checkpoint.on_failure == "stop":
+                raise
+            return None
+        self._saved_step = self.group.committed_step
+        return path
+
+    def finish_saves(self) -> None:
+        """The recipe is done: wait for the checkpoint that is still on its way. Raises CheckpointError."""
+        self.group.finish_saves()
+        self._tell_saves()
+
+    def _tell_saves(self) -> None:
+        for line in self.group.told_of_saves():
+            self.note(line)
+
+    def save_if_best(self, value: float, state: Callable[[], dict[str, Any]]) -> None:
+        """``checkpoint.keep_best``: a checkpoint of this moment, kept, if ``value`` (the higher the better) is above all before it.
+        ``state()`` is to hold ``self.best``, so that a resumed run knows it."""
+        if self.best is not None and value <= self.best:
+            return
+        self.best = value
+        if not self.config.checkpoint.keep_best:
+            return
+        path = self._save(state, wait=True)
+        if path is not None:
+            if self.group.is_lead:
+                manifest.set_pointer(path, manifest.BEST)
+            self.note(f"saved {path}, the best so far")
 
     def _dispatch_metrics(self) -> dict[str, float]:
         """What the worker calls since the last line of metrics cost beside the workers' own time."""
@@ -124,18 +169,23 @@ def step_metrics(result: StepResult, prefix: str, inner_steps: int = 1) -> dict[
 
 
 class Stopwatch:
-    """Seconds of named parts of an iteration, as ``timing_s/NAME``."""
+    """Seconds of the parts of an iteration, by the name of their metric."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self._start = self._since = time.monotonic()
+
+    def skip(self) -> None:
+        """The next lap begins now."""
         self._since = time.monotonic()
 
     def lap(self, name: str) -> float:
         now = time.monotonic()
         spent, self._since = now - self._since, now
-        self.seconds[f"timing_s/{name}"] = self.seconds.get(f"timing_s/{name}", 0.0) + spent
+        self.seconds[name] = self.seconds.get(name, 0.0) + spent
         return spent
 
     @property
-    def total(self) -> float:
-        return sum(self.seconds.values())
+    def wall(self) -> float:
+        """Seconds since the start. Laps may be fewer, and parts that overlap more."""
+        return time.monotonic() - self._start

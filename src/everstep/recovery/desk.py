@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -99,13 +99,13 @@ class Desk:
         """The members hold step ``step`` of a checkpoint; only before the first step of this run."""
         self._event(lambda: self.coordinator.restart_at(step))
 
-    def begin(self, step: int, slots: tuple[tuple[str, ...], ...]) -> None:
-        """Step ``step`` begins, with the samples (ids) of each of its slots."""
+    def begin(self, step: int, slots: tuple[tuple[str, ...], ...], about: Mapping[str, Any] | None = None) -> None:
+        """Step ``step`` begins, with the samples (ids) of each of its slots. ``about``: further fields of its event."""
         with self._changed:
             self.coordinator.begin(step, slots)
         view = self.coordinator.view
         self._events.emit("begin", step=step, epoch=view.epoch.key, members=list(view.replicas),
-                          samples=[sample for slot in slots for sample in slot])
+                          samples=[sample for slot in slots for sample in slot], **(about or {}))
 
     def joiner(self, member: Member) -> None:
         """Announce a formed replica. One that lost a rank again in the meantime is not announced: its repair is under way."""

@@ -55,7 +55,7 @@ def _kind(by: str, meaning: str, required: str = "", *, step: bool = False, epoc
 
 # Units: *_s and `seconds` seconds, *_bytes bytes. `replica`, `rank`: the position concerned (not always the
 # writer). `members`: replicas that take part. `samples`: sample ids; a sample used in several passes of one
-# RL iteration is told apart by the optional field `rl_pass` of begin and commit.
+# RL iteration is told apart by the optional fields `iteration`, `model` (actor, critic), `rl_pass` and `mini_batch` of begin.
 EVENTS: dict[str, EventKind] = {
     # a run
     "run_start": _kind(
@@ -82,6 +82,13 @@ EVENTS: dict[str, EventKind] = {
         "lead",
         "A worker method was called through a dispatch; bytes sent and seconds of the whole call.",
         "method dispatch sent_bytes seconds",
+    ),
+    "stage": _kind(
+        "lead",
+        "A stage of an RL iteration is over; `on`: it ran on the ranks, or in the lead beside them; `after_s`: when it began, from the "
+        "iteration's begin.",
+        "name iteration on after_s seconds",
+        step=True,
     ),
     "metrics": _kind("lead", "The metrics of a step, as written to metrics.jsonl.", "values", step=True),
     # a step transaction
@@ -213,10 +220,15 @@ EVENTS: dict[str, EventKind] = {
     # disk
     "save": _kind(
         "lead",
-        "A checkpoint is complete and its pointer names it.",
+        "A checkpoint is complete and its pointer names it; `seconds` since it began, `blocked_s`: training waited for that.",
         "path checkpoint_bytes seconds",
         step=True,
     ),
+    "save_begin": _kind("lead", "All `ranks` have begun to save their share of the step; training goes on.", "path ranks seconds", step=True),
+    "save_postponed": _kind("lead", "A checkpoint is due, but the one before it is not complete yet.", step=True),
+    "save_awaited": _kind("rank", "A rank waited with a change of its state until the copy for a checkpoint was made.", "seconds"),
+    "save_retried": _kind("both", "Storage refused something; it is tried again (checkpoint.retry_s). `rank` -1: the lead.", "rank cause", step=True),
+    "save_failed": _kind("lead", "A checkpoint was given up; training goes on and another is tried `again_in_s` later.", "cause again_in_s", step=True),
     "load": _kind("both", "State was read from a checkpoint.", "path", step=True),
     "delete": _kind("lead", "An older checkpoint was removed.", "path"),
     # what is seen by watching

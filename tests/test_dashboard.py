@@ -28,9 +28,10 @@ from everstep.telemetry import status as status_module
 from everstep.telemetry.dashboard import prometheus
 from everstep.telemetry.dashboard.server import Dashboard, page
 from everstep.telemetry.dashboard.story import POINTS, Reader, as_page, lanes, tell, thin
-from everstep.telemetry.events import EventLog, EventLogError, Tail, read_events
+from everstep.telemetry.events import EventLog, EventLogError, read_events
 from everstep.telemetry.goodput import Goodput
 from everstep.telemetry.status import RunStatus
+from everstep.telemetry.tail import Tail
 
 STEPS = 24
 

@@ -129,3 +129,10 @@ class ListSlots:
 
     def fetch(self, slot: int, dp: int) -> TrainingBatch:
         return self._slots[slot][dp]
+
+
+def with_evaluated(batch: TrainingBatch, name: str, indices: list[list[int]], results: list[torch.Tensor] | None) -> TrainingBatch:
+    """``batch`` with the tensor ``name`` (B, T); no samples from a rank that does not collect, or of an empty batch."""
+    if not results:
+        return batch.slice(0, 0).with_tensors(**{name: torch.zeros(0, batch.width)})
+    return batch.with_tensors(**{name: in_order(batch, indices, results)})

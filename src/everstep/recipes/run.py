@@ -43,6 +43,7 @@ class Run:
         self._ended_step = self.group.committed_step
         self._dispatched = (0, 0.0)
         self._spikes = Spikes(self.config.watch.spike_ratio, self.config.watch.spike_steps)
+        self._resumable: tuple[int, dict[str, Any]] = (-1, {})  # the last step from which the recipe can go on, and its state then
 
     @property
     def state(self) -> dict[str, Any]:
@@ -96,6 +97,7 @@ class Run:
     def save_if_due(self, state: Callable[[], dict[str, Any]], last: bool = False) -> None:
         """Checkpoint after every ``checkpoint.every_steps`` committed steps, and at the end (``checkpoint.at_end``)."""
         step, checkpoint = self.group.committed_step, self.config.checkpoint
+        self._resumable = step, state()
         if last and checkpoint.at_end:
             if step != self._ended_step:
                 self.group.save(state())
@@ -103,6 +105,13 @@ class Run:
         elif checkpoint.every_steps and self.group.save_wanted(due=step - self._saved_step >= checkpoint.every_steps):
             self._save(state, wait=not checkpoint.asynchronous)
         self._tell_saves()
+
+    def save_now(self) -> Path | None:
+        """A checkpoint of the committed step, if the recipe can go on from it and it is not saved; its path, or None."""
+        step, state = self._resumable
+        if step != self.group.committed_step or step == self._saved_step:
+            return None
+        return self._save(lambda: state, wait=True)
 
     def _save(self, state: Callable[[], dict[str, Any]], wait: bool) -> Path | None:
         """None if it is on its way, or failed and training is to go on."""

@@ -50,7 +50,7 @@ def register(path: Path) -> None:
     faulthandler.register(SIGNAL, file=_stacks, all_threads=True, chain=False)
 
 
-def write_collectives(folder: Path, worker: str) -> None:
+def write_collectives(folder: str, worker: str) -> None:
     """torch's record of this process's last collectives, if this build of torch keeps one."""
     from torch._C import _distributed_c10d as c10d
 
@@ -58,7 +58,7 @@ def write_collectives(folder: Path, worker: str) -> None:
     if dump is None:
         return
     with contextlib.suppress(OSError):  # the folder is made by the lead, and gone with the run
-        (folder / f"{worker}.collectives.json").write_bytes(dump())
+        (Path(folder) / f"{worker}.collectives.json").write_bytes(dump())
 
 
 # -- in the lead -----------------------------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ EVENTS: dict[str, EventKind] = {
     # a step transaction
     "begin": _kind(
         "lead",
-        "A step begins; `samples`: all of its samples, over all members.",
+        "A step begins; `samples`: all of its samples, over all members; `lr`: its learning rate.",
         "members samples",
         step=True,
         epoch=True,
@@ -173,6 +173,13 @@ EVENTS: dict[str, EventKind] = {
         "members cause deal dealt",
         epoch=True,
     ),
+    "halt": _kind(
+        "lead",
+        "Too few members for good: the step after `step` was given up; `members` hold `step`.",
+        "members cause",
+        step=True,
+        epoch=True,
+    ),
     "obey": _kind("rank", "The rank saw a new view and switched to it.", "replica rank", epoch=True),
     "fault": _kind(
         "both",
@@ -196,6 +203,13 @@ EVENTS: dict[str, EventKind] = {
     ),
     "spare_used": _kind("lead", "A spare takes the place of a dead rank.", "replica rank spare"),
     "spare_ready": _kind("lead", "A spare is warm; `spares` counts the warm ones.", "spares"),
+    "leave": _kind("lead", "The worker is to leave (drain, preemption notice), between two steps.", "replica rank worker cause"),
+    "retire": _kind("lead", "The worker, which belongs to no member any more, ends; that is no death.", "replica rank worker cause"),
+    "restart": _kind(
+        "lead",
+        "A process is being started in the place of the dead worker `after`; `attempt` counts those that failed there in a row.",
+        "after attempt",
+    ),
     "link_build": _kind("lead", "A link is being built over these members.", "link members"),
     "link_ready": _kind("both", "All members acknowledged the link (lead), or this rank did (rank).", "link members"),
     "heal_start": _kind(
@@ -209,6 +223,13 @@ EVENTS: dict[str, EventKind] = {
         "The rank holds the state of `step`, verified.",
         "replica rank source heal_bytes seconds",
         step=True,
+    ),
+    "keep": _kind(
+        "rank",
+        "A rank that heals keeps the committed total of the step, to apply it later; `kept` counts what it keeps by now.",
+        "replica rank kept",
+        step=True,
+        epoch=True,
     ),
     "join": _kind(
         "lead",
@@ -437,45 +458,6 @@ def read_events(folder: str | os.PathLike[str]) -> list[Event]:
     return read_history(folder).events
 
 
-class Tail:
-    """Follows the events of a run that goes on: each call reads only what was appended since the one before.
-
-    A line that is still being written is left for the next call. Other damage raises ``EventLogError``, as in ``read_history``. A file
-    that became shorter was made anew (``--clean``): all is read again.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str]):
-        self._folder = Path(folder)
-        self._files: dict[Path, tuple[int, int, float]] = {}  # bytes and events read, the latest wall clock
-        self._keyed: list[tuple[float, str, int, Event]] = []
-
-    def events(self) -> list[Event]:
-        """All so far, merged by wall time as ``read_events`` does."""
-        if not self._folder.is_dir():
-            raise EventLogError(f"no event log: {self._folder} is not a folder (is it the `events` folder of a run?)")
-        paths = sorted(self._folder.glob("*.jsonl"))
-        if any(path not in paths or path.stat().st_size < done for path, (done, _, _) in self._files.items()):
-            self._files, self._keyed = {}, []
-        fresh = len(self._keyed)
-        for path in paths:
-            done, count, latest = self._files.get(path, (0, 0, -math.inf))
-            with path.open("rb") as file:
-                file.seek(done)
-                data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]
-            begin = whole.rfind(b"\n", 0, len(whole) - 1) + 1
-            if _parse(whole[begin:]) is None:
-                whole = whole[:begin]  # a fragment whose seal has not arrived
-            for event in _parse_lines(whole, path)[0]:
-                latest = max(latest, event.t_wall)
-                self._keyed.append((latest, path.name, count, event))
-                count += 1
-            self._files[path] = (done + len(whole), count, latest)
-        if len(self._keyed) > fresh:
-            self._keyed.sort(key=lambda item: item[:3])
-        return [item[3] for item in self._keyed]
-
-
 def seconds_between(first: Event, second: Event) -> float:
     """Seconds from one event to another: monotonic clock within one machine, wall clock across machines."""
     if first.host == second.host:
@@ -545,17 +527,17 @@ def torn_bytes(fd: int) -> int:
 
 
 def _read_file(path: Path) -> tuple[list[Event], list[TornTail]]:
-    return _parse_lines(path.read_bytes(), path)
+    return parse_lines(path.read_bytes(), path)
 
 
-def _parse_lines(data: bytes, path: Path) -> tuple[list[Event], list[TornTail]]:
+def parse_lines(data: bytes, path: Path) -> tuple[list[Event], list[TornTail]]:
     whole, _, rest = data.rpartition(b"\n")
     torn = [TornTail(path, len(rest))] if rest else []
     lines = whole.split(b"\n") if whole else []
     events: list[Event] = []
     fragment: tuple[int, int] | None = None  # line number, length
     for number, line in enumerate(lines, start=1):
-        event = _parse(line)
+        event = parse_line(line)
         if fragment is not None:
             if event is None or event.event != "torn_tail" or event.get("tail_bytes") != fragment[1]:
                 raise EventLogError(
@@ -573,7 +555,7 @@ def _parse_lines(data: bytes, path: Path) -> tuple[list[Event], list[TornTail]]:
     return events, torn
 
 
-def _parse(line: bytes) -> Event | None:
+def parse_line(line: bytes) -> Event | None:
     """One event, or None if the line is none. Unknown event names are kept: a newer version may write
     them."""
     try:

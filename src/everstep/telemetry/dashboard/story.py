@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from everstep.run_dir import open_run_dir
-from everstep.telemetry.events import Event, Tail
+from everstep.telemetry.events import Event
 from everstep.telemetry.goodput import PARTS, Goodput, goodput
 from everstep.telemetry.metrics import read_metrics
 from everstep.telemetry.recoveries import Account, Recovery, account, recoveries
 from everstep.telemetry.report import marks
 from everstep.telemetry.status import RunStatus, fold, read_pulse
+from everstep.telemetry.tail import Tail
 
 COLUMNS = 800         # of the time line
 POINTS = 600          # of one curve: more are thinned out
@@ -29,7 +30,7 @@ LEAST_PAUSE_S = 0.5   # between two readings
 SHARE_OF_A_CORE = 0.05
 
 #: Events that belong to every step; the stream leaves them out, the curves show them.
-_EVERYDAY = frozenset({"begin", "compute", "computed", "link_used", "reduce", "reduced", "vote", "apply", "obey", "call", "metrics"})
+_EVERYDAY = frozenset({"begin", "compute", "computed", "link_used", "reduce", "reduced", "vote", "apply", "keep", "obey", "call", "metrics"})
 #: Curves, in this order, those that the run has: metric, title, unit.
 CURVES = (
     ("critic/score/mean", "reward", ""),

@@ -182,9 +182,8 @@ class Worker:
 
     def where(self) -> dict[str, Any]:
         """Place, step and phase of this process, for its log."""
-        step, phase = self.control.where
-        formation = self._formation
-        return {"replica": formation.replica if formation else None, "rank": formation.rank if formation else None, "step": step, "phase": phase}
+        place = (self._formation.replica, self._formation.rank) if self._formation else (None, None)
+        return dict(zip(("replica", "rank", "step", "phase"), (*place, *self.control.where), strict=True))
 
     def form(self, formation: Formation) -> None:
         """Take a place: join the replica's world, build the engine. A rank that lived on brings its state along.
@@ -367,7 +366,6 @@ class Worker:
                 self._end(f"out of memory in {method}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
             # RuntimeError and ValueError are what torch.distributed raises when a peer closed its connection.
             if formation and isinstance(error, RuntimeError | ValueError) and len(formation.workers) > 1 and self._wait_broken():
-                LOG.info("%s was ended by the loss of another rank: %s", method, error)
                 self.leave()
                 raise ReplicaBroken(f"replica {formation.replica}: {error} (in {method})") from error
             who = f"rank {formation.replica}/{formation.rank}" if formation else f"spare {self.worker_id}"

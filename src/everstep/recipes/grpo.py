@@ -8,6 +8,7 @@ around it, which recipe ppo has too. Everything that the stages make is complete
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -70,15 +71,18 @@ def train(run: Run) -> None:
         islands(run, prompts, reward, iteration, has_reference)
         return
 
+    ahead: deque[TrainingBatch] = deque()  # prompts of the iterations after this one, whose samples are being generated
+    following: Callable[[], TrainingBatch] = lambda: repeat_prompts(
+        run.data.train.batch(prompts.take(rl.prompts_per_step)), rl.samples_per_prompt
+    )
     run.start(rl.iterations, "iteration", iteration)
     while iteration < rl.iterations:
         watch = Stopwatch()
         context = Context(config, iteration + 1, reward, kl_coef)
         if record is None:
-            taken = run.data.train.batch(prompts.take(rl.prompts_per_step))
-            made = execute(stages, context, group, repeat_prompts(taken, rl.samples_per_prompt), run.events)
+            made = execute(stages, context, group, ahead.popleft() if ahead else following(), run.events)
             record = IterationRecord(
-                iteration + 1, began_at, sizes.updates_of(iteration + 1), len(taken), settings_digest(config), made.samples, made.metrics
+                iteration + 1, began_at, sizes.updates_of(iteration + 1), rl.prompts_per_step, settings_digest(config), made.samples, made.metrics
             )
             watch.seconds |= {timing(name): spent for name, spent in made.seconds.items()}
             watch.skip()
@@ -87,8 +91,12 @@ def train(run: Run) -> None:
         else:
             prompts.take(record.prompts_taken)
 
-        metrics = rollout_metrics(record.samples, config) | record.metrics
+        metrics = rollout_metrics(record.samples, config, began_at) | record.metrics
         watch.skip()
+        for _ in range(min(config.rollout.max_staleness, rl.iterations - iteration - 1) - len(ahead)):
+            ahead.append(following())
+            group.rollout_ahead(ahead[-1], Sampling.for_training(config))
+        watch.lap("timing_s/rollout_ahead")
         for step in transactions(config, stages, record, done=group.committed_step - began_at):
             loss = named(step.update.loss)(context)
             result = group.train_step(step.batch, loss, step.lr, config.rollout.temperature, step.update.role, step.about)
@@ -97,9 +105,9 @@ def train(run: Run) -> None:
                 watch.lap(timing(step.update.name))
             else:
                 run.log(result.step, step_metrics(result, step.update.role))
+        prompts.mark_trained(record.prompts_taken)
         samples, record = record.samples, None
         iteration, began_at = iteration + 1, group.committed_step
-        prompts.mark_trained(prompts.read - prompts.trained)
         kl_coef = credit.next_kl_coef(samples, rl, kl_coef)  # moves with the iteration's last commit, and is saved with it
 
         metrics |= {"training/iteration": float(iteration), "training/pass": prompts.trained / prompts.size}
@@ -193,9 +201,12 @@ def evaluate(run: Run, reward: Reward) -> float:
     return sum(s >= 1.0 for s in scores) / len(scores)
 
 
-def rollout_metrics(samples: TrainingBatch, config: Config) -> dict[str, float]:
+def rollout_metrics(samples: TrainingBatch, config: Config, began_at: int) -> dict[str, float]:
+    """``began_at``: the committed step before the iteration's first update."""
     lengths = samples["loss_mask"].sum(dim=1)
+    assert samples.weight_versions is not None
     return {
+        "rollout/staleness": sum(began_at - version for version in samples.weight_versions) / max(len(samples), 1),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),

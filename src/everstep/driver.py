@@ -20,7 +20,6 @@ from types import FrameType
 from typing import Any
 
 from everstep.checkpoint.choose import Chosen, adopt, choose
-from everstep.checkpoint.storage import local_folder
 from everstep.cluster import environment, torchrun
 from everstep.cluster.group import Group
 from everstep.cluster.host import Host
@@ -30,11 +29,11 @@ from everstep.config.check import check
 from everstep.config.schema import Config
 from everstep.data import PreparedData
 from everstep.data import check as check_data
-from everstep.errors import EverstepError, Interrupted, InvariantViolated
+from everstep.errors import BelowMinimum, EverstepError, Interrupted, InvariantViolated
 from everstep.recipes import grpo, ppo, sft
 from everstep.recipes.run import Run
 from everstep.recovery.view import Kind, Record
-from everstep.run_dir import RunDir, check_run_dir, prepare_run_dir
+from everstep.run_dir import RunDir, check_run_dir, checkpoints_of, prepare_run_dir
 from everstep.telemetry.console import Console
 from everstep.telemetry.dashboard.server import Beside
 from everstep.telemetry.events import EventLog, read_events
@@ -100,6 +99,7 @@ def _run(
     console = Console(config.telemetry.progress, title=config.recipe) if lead else None
     metrics: Metrics | None = None
     group: Group | None = None
+    the_run: Run | None = None
     beside: Beside | None = None
     pulse: Pulse | None = None
     ongoing = Ongoing()
@@ -120,6 +120,7 @@ def _run(
             group.load(chosen.path)
         the_run = Run(config, group, data, console, metrics, events, ongoing)
         RECIPES[config.recipe](the_run)
+        the_run.finish_saves()
         digest = group.verify()
         status = "done"
         if console and events:
@@ -130,7 +131,13 @@ def _run(
     except KeyboardInterrupt as interrupt:
         interrupts.ignored = True
         status = "interrupted"
-        raise Interrupted(f"interrupted by {str(interrupt) or 'a signal'}; the processes were stopped" + _how_to_resume(config, run_dir)) from None
+        raise Interrupted(f"interrupted by {str(interrupt) or 'a signal'}; the processes were stopped" + _how_to_resume(config)) from None
+    except BelowMinimum as error:
+        saved = the_run.save_now() if the_run else None
+        message = f"{error}; saved {saved}" if saved else f"{error}{_how_to_resume(config)}"
+        if events:
+            events.emit("error", error=type(error).__name__, message=message)
+        raise BelowMinimum(message) from None
     except EverstepError as error:
         if events:
             events.emit("error", error=type(error).__name__, message=str(error))
@@ -188,10 +195,10 @@ def _enter(config: Config, clean: bool, launcher: str) -> tuple[RunDir, Chosen, 
 
 
 def _prepare(config: Config, clean: bool) -> tuple[RunDir, Chosen]:
-    chosen = choose(local_folder(config.run_dir) / "checkpoints", config.resume)  # first: what is refused leaves no folder
+    chosen = choose(checkpoints_of(config), config.resume)  # first: what is refused leaves no folder
     run_dir = prepare_run_dir(config, clean)
     if config.resume != "never":
-        adopt(run_dir.checkpoints, chosen)
+        adopt(checkpoints_of(config), chosen)
     config_files.save(config, run_dir.configs / "resolved.yaml")
     return run_dir, chosen
 
@@ -270,8 +277,8 @@ def _conclude(console: Console, the_run: Run, run_dir: RunDir, digest: str) -> N
         raise InvariantViolated(f"{run_dir.events}: a step or a sample was lost or used twice (see the table)")
 
 
-def _how_to_resume(config: Config, run_dir: RunDir) -> str:
-    newest = choose(run_dir.checkpoints, "auto")
+def _how_to_resume(config: Config) -> str:
+    newest = choose(checkpoints_of(config), "auto")
     return f"; continue after step {newest.step} with resume=auto" if newest.path else "; no checkpoint was complete"
 
 

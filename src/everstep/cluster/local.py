@@ -7,8 +7,10 @@ commit record. If a rank dies, torchrun ends the others; the run resumes from it
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -18,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from everstep.checkpoint import saving
-from everstep.checkpoint.saving import SavedRun
-from everstep.checkpoint.sharded import Shard
+from everstep.checkpoint.saving import RankOf, SavedRun, Saver
+from everstep.checkpoint.storage import CheckpointError
+from everstep.checkpoint.writer import Ticket
 from everstep.cluster import environment
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.device import choose_device
@@ -93,6 +96,10 @@ class LocalGroup:
         store = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         own_events = EventLog(run_dir.events / f"{workers[self._rank]}.jsonl", workers[self._rank])
         self._worker = Worker(config, workers[self._rank], choose_device(config), control, store, own_events)
+        self._saver: Saver | None = None
+        if self.is_lead:
+            connect = lambda: dist.TCPStore(*store, is_master=False, timeout=timedelta(seconds=60))
+            self._saver = Saver(config, self.layout, self._events, connect, lambda worker: None)
         self._worker.run("form", (Formation(0, self._rank, 0, workers, "weights", False),), {})
         dist.barrier()
         if self._server:
@@ -148,6 +155,10 @@ class LocalGroup:
         return self._control.latest.view.committed
 
     @property
+    def dealt_replicas(self) -> int:
+        return 1
+
+    @property
     def unfired_faults(self) -> list[str]:
         return self._injector.unfired if self._injector else []
 
@@ -199,7 +210,7 @@ class LocalGroup:
         step = self.committed_step + 1
         if self._server and self._injector:
             self._injector.prepare(step)  # the others wait for this rank before they compute
-            self._server.begin(step, sample_ids(slots), about or {})
+            self._server.begin(step, sample_ids(slots), {"lr": lr} | dict(about or {}))
         report = self._worker.run(method, arguments(step), {})
         reports = self._exchange(report)
         return combine(step, reports, reports[:1], loss, lr, len(slots), self._control.view)
@@ -218,29 +229,45 @@ class LocalGroup:
             raise failure
         return result  # type: ignore[no-any-return]
 
-    def save(self, recipe_state: dict[str, Any]) -> Path:
-        shared: list[Any] = [None]
+    def save(self, recipe_state: dict[str, Any], wait: bool = True) -> Path | None:
         if self._injector:
             self._injector.prepare(self.committed_step + 1)
+        start = time.monotonic()
+        ticket = self.once(self._begin_save, recipe_state, wait)
+        if ticket is None:
+            return self.once(lambda: self.saver.checkpoint(self.committed_step))
+        self._worker.run("save_shard", (ticket,), {})
+        self._exchange(None)  # everybody has taken it up
         if self.is_lead:
-            run = SavedRun(self.committed_step, self._reference, recipe_state)
-            keep = self.config.checkpoint.keep_last
-            shared = [saving.save(self._run_dir.checkpoints, run, self.layout, keep, self._write_shards, self._events)]
-        else:
-            self._write_shards(None)
-        dist.broadcast_object_list(shared)
-        path: Path = shared[0]
-        return path
+            self.saver.follow([RankOf(f"w{rank}", 0, rank) for rank in range(self.layout.ranks_per_replica)], time.monotonic() - start)
+        return self.once(self._wait_saved) if wait else None
 
-    def _write_shards(self, folder: Path | None) -> list[Shard]:
-        shared: list[Any] = [folder]
-        dist.broadcast_object_list(shared)
-        shards: list[Shard] = self._exchange(self._worker.run("save_shard", (shared[0],), {}))
-        return shards
+    def _begin_save(self, recipe_state: dict[str, Any], wait: bool) -> Ticket | None:
+        with contextlib.suppress(CheckpointError):  # of the one on its way: it is told
+            self.saver.wait()
+        tickets = self.saver.begin(SavedRun(self.committed_step, self._reference, recipe_state), 1, patient=wait)
+        return tickets[0] if tickets else None
+
+    def _wait_saved(self) -> Path | None:
+        return self.saver.wait()
+
+    def save_wanted(self, due: bool) -> bool:
+        return self.once(lambda: self.saver.wanted(due, self.committed_step))
+
+    def finish_saves(self) -> None:
+        self.once(self._wait_saved)
+
+    def told_of_saves(self) -> list[str]:
+        return self.saver.told() if self.is_lead else []
+
+    @property
+    def saver(self) -> Saver:
+        assert self._saver is not None, "only the lead completes checkpoints"
+        return self._saver
 
     def load(self, path: Path) -> dict[str, Any]:
-        saved = saving.read(path, self.layout)
-        self._worker.run("load_shard", (path, saved.step, saved.reference), {})
+        saved = saving.read(path)
+        self._worker.run("load_shard", (str(path), saved.step, saved.reference), {})
         self._reference = saved.reference
         dist.barrier()
         if self._server:
@@ -261,6 +288,8 @@ class LocalGroup:
                 "healing": [], "spares": 0, "deaths": 0, "ranks": self._server.whereabouts() if self._server else {}}
 
     def close(self) -> None:
+        if self._saver:
+            self._saver.give_up()
         self._worker.leave()
         self._control.close()
         if self._server:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint import manifest
-from everstep.checkpoint.storage import local_folder
+from everstep.checkpoint.storage import CheckpointError, local_folder
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.group import Group, StepResult
 from everstep.config import derive
@@ -39,7 +39,9 @@ class Run:
     def __post_init__(self) -> None:
         self.best: float | None = self.state.get("best")
         self._saved_step = self._verified_step = self.group.committed_step  # of the checkpoint that the run resumed from
+        self._ended_step = self.group.committed_step
         self._dispatched = (0, 0.0)
+        self._resumable: tuple[int, dict[str, Any]] = (-1, {})  # the last step from which the recipe can go on, and its state then
 
     @property
     def state(self) -> dict[str, Any]:
@@ -90,12 +92,42 @@ class Run:
 
     def save_if_due(self, state: Callable[[], dict[str, Any]], last: bool = False) -> None:
         """Checkpoint after every ``checkpoint.every_steps`` committed steps, and at the end (``checkpoint.at_end``)."""
-        step, every = self.group.committed_step, self.config.checkpoint.every_steps
-        due = (every > 0 and step - self._saved_step >= every) or (last and self.config.checkpoint.at_end)
-        if due and step != self._saved_step:
-            path = self.group.save(state())
-            self._saved_step = step
-            self.note(f"saved {path}")
+        step, checkpoint = self.group.committed_step, self.config.checkpoint
+        self._resumable = step, state()
+        if last and checkpoint.at_end:
+            if step != self._ended_step:
+                self.group.save(state())
+                self._saved_step = self._ended_step = step
+        elif checkpoint.every_steps and self.group.save_wanted(due=step - self._saved_step >= checkpoint.every_steps):
+            self._save(state, wait=not checkpoint.asynchronous)
+        self._tell_saves()
+
+    def save_now(self) -> Path | None:
+        """A checkpoint of the committed step, if the recipe can go on from it and it is not saved; its path, or None."""
+        step, state = self._resumable
+        if step != self.group.committed_step or step == self._saved_step:
+            return None
+        return self._save(lambda: state, wait=True)
+
+    def _save(self, state: Callable[[], dict[str, Any]], wait: bool) -> Path | None:
+        """None if it is on its way, or failed and training is to go on."""
+        try:
+            path = self.group.save(state(), wait)
+        except CheckpointError:
+            if self.config.checkpoint.on_failure == "stop":
+                raise
+            return None
+        self._saved_step = self.group.committed_step
+        return path
+
+    def finish_saves(self) -> None:
+        """The recipe is done: wait for the checkpoint that is still on its way. Raises CheckpointError."""
+        self.group.finish_saves()
+        self._tell_saves()
+
+    def _tell_saves(self) -> None:
+        for line in self.group.told_of_saves():
+            self.note(line)
 
     def save_if_best(self, value: float, state: Callable[[], dict[str, Any]]) -> None:
         """``checkpoint.keep_best``: a checkpoint of this moment, kept, if ``value`` (the higher the better) is above all before it.
@@ -105,11 +137,11 @@ class Run:
         self.best = value
         if not self.config.checkpoint.keep_best:
             return
-        path = self.group.save(state())
-        self._saved_step = self.group.committed_step
-        if self.group.is_lead:
-            manifest.set_pointer(path, manifest.BEST)
-        self.note(f"saved {path}, the best so far")
+        path = self._save(state, wait=True)
+        if path is not None:
+            if self.group.is_lead:
+                manifest.set_pointer(path, manifest.BEST)
+            self.note(f"saved {path}, the best so far")
 
     def _dispatch_metrics(self) -> dict[str, float]:
         """What the worker calls since the last line of metrics cost beside the workers' own time."""

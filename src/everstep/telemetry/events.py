@@ -94,7 +94,7 @@ EVENTS: dict[str, EventKind] = {
     # a step transaction
     "begin": _kind(
         "lead",
-        "A step begins; `samples`: all of its samples, over all members.",
+        "A step begins; `samples`: all of its samples, over all members; `lr`: its learning rate.",
         "members samples",
         step=True,
         epoch=True,
@@ -173,6 +173,13 @@ EVENTS: dict[str, EventKind] = {
         "members cause deal dealt",
         epoch=True,
     ),
+    "halt": _kind(
+        "lead",
+        "Too few members for good: the step after `step` was given up; `members` hold `step`.",
+        "members cause",
+        step=True,
+        epoch=True,
+    ),
     "obey": _kind("rank", "The rank saw a new view and switched to it.", "replica rank", epoch=True),
     "fault": _kind(
         "both",
@@ -196,6 +203,13 @@ EVENTS: dict[str, EventKind] = {
     ),
     "spare_used": _kind("lead", "A spare takes the place of a dead rank.", "replica rank spare"),
     "spare_ready": _kind("lead", "A spare is warm; `spares` counts the warm ones.", "spares"),
+    "leave": _kind("lead", "The worker is to leave (drain, preemption notice), between two steps.", "replica rank worker cause"),
+    "retire": _kind("lead", "The worker, which belongs to no member any more, ends; that is no death.", "replica rank worker cause"),
+    "restart": _kind(
+        "lead",
+        "A process is being started in the place of the dead worker `after`; `attempt` counts those that failed there in a row.",
+        "after attempt",
+    ),
     "link_build": _kind("lead", "A link is being built over these members.", "link members"),
     "link_ready": _kind("both", "All members acknowledged the link (lead), or this rank did (rank).", "link members"),
     "heal_start": _kind(
@@ -210,6 +224,13 @@ EVENTS: dict[str, EventKind] = {
         "replica rank source heal_bytes seconds",
         step=True,
     ),
+    "keep": _kind(
+        "rank",
+        "A rank that heals keeps the committed total of the step, to apply it later; `kept` counts what it keeps by now.",
+        "replica rank kept",
+        step=True,
+        epoch=True,
+    ),
     "join": _kind(
         "lead",
         "Healed replicas take part from the next step on; `members`: all that do, them included.",
@@ -220,10 +241,15 @@ EVENTS: dict[str, EventKind] = {
     # disk
     "save": _kind(
         "lead",
-        "A checkpoint is complete and its pointer names it.",
+        "A checkpoint is complete and its pointer names it; `seconds` since it began, `blocked_s`: training waited for that.",
         "path checkpoint_bytes seconds",
         step=True,
     ),
+    "save_begin": _kind("lead", "All `ranks` have begun to save their share of the step; training goes on.", "path ranks seconds", step=True),
+    "save_postponed": _kind("lead", "A checkpoint is due, but the one before it is not complete yet.", step=True),
+    "save_awaited": _kind("rank", "A rank waited with a change of its state until the copy for a checkpoint was made.", "seconds"),
+    "save_retried": _kind("both", "Storage refused something; it is tried again (checkpoint.retry_s). `rank` -1: the lead.", "rank cause", step=True),
+    "save_failed": _kind("lead", "A checkpoint was given up; training goes on and another is tried `again_in_s` later.", "cause again_in_s", step=True),
     "load": _kind("both", "State was read from a checkpoint.", "path", step=True),
     "delete": _kind("lead", "An older checkpoint was removed.", "path"),
     # trouble that is no fault of a rank

@@ -240,3 +240,11 @@ def test_a_run_that_generates_ahead_resumes_with_the_samples_that_were_not_train
 def test_what_engines_cannot_do_is_refused(tmp_path, more, why) -> None:
     with pytest.raises(ConfigError, match=why):
         check_plan(config(DEMO, tmp_path, "faults=[]", *more), {})
+
+
+@pytest.mark.full
+def test_engines_as_ray_actors(tmp_path, undisturbed) -> None:
+    faults = ["{step: 5, phase: generate, kind: kill, rank: 0}", "{step: 7, phase: generate, kind: stop, rank: 1}"]
+    done = finish(config(DEMO, tmp_path, *SHORT, *ENGINES, "recovery.silence_s=5", f"faults=[{', '.join(faults)}]"), clean=True)
+    assert_invariants(done, 8)
+    assert done.final_hashes == undisturbed.final_hashes and len(done.kind("rollout_start")) == 2

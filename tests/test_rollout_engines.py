@@ -12,7 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from everstep.cluster.forked import ForkedHost
 from everstep.config.check import check_plan
+from everstep.config.load import load_config
 from everstep.errors import ConfigError
+from everstep.plan import make_plan, size_rows
 from everstep.rl.rollout import Sampling
 from everstep.rl.rollout.decoding import Pending
 from everstep.rl.rollout.transformers import TransformersRollout
@@ -248,3 +250,9 @@ def test_engines_as_ray_actors(tmp_path, undisturbed) -> None:
     done = finish(config(DEMO, tmp_path, *SHORT, *ENGINES, "recovery.silence_s=5", f"faults=[{', '.join(faults)}]"), clean=True)
     assert_invariants(done, 8)
     assert done.final_hashes == undisturbed.final_hashes and len(done.kind("rollout_start")) == 2
+
+
+def test_plan_counts_engines(tmp_path) -> None:
+    planned = load_config(DEMO, [f"run_dir={tmp_path}", "device=cpu", "rollout.engines=2", "rollout.max_staleness=1", "rl.importance.level=token"])
+    rows = dict(size_rows(make_plan(planned, {})))
+    assert "2 rollout engines: 5 processes" in rows["ranks"] and "up to 1 iteration ahead" in rows["generation"]

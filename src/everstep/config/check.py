@@ -485,10 +485,10 @@ def _check_functions(config: Config) -> None:
             load_function(spec, key)
     if derive.is_rl(config):
         pipeline.resolve(config)
+        if config.reward.function and ":" in config.reward.function:
+            load_function(config.reward.function, "reward.function")
     elif config.pipeline:
         raise ConfigError(f"pipeline={config.pipeline} makes the iterations of recipe=grpo or ppo, and recipe={config.recipe} has none; leave it out")
-    if derive.is_rl(config) and config.reward.function and ":" in config.reward.function:
-        load_function(config.reward.function, "reward.function")
 
 
 def _or(numbers: list[int]) -> str:

@@ -119,6 +119,12 @@ EVENTS: dict[str, EventKind] = {
         "replica rank inner of slots seconds",
         step=True,
     ),
+    "sent_ahead": _kind(
+        "rank",
+        "Streaming DiLoCo: what a fragment moved is under way, before inner step `inner` (from 0) of the round.",
+        "replica rank inner",
+        step=True,
+    ),
     "link_used": _kind(
         "rank",
         "The rank takes a link for this view; `built`: it was ready, as a standby or a joiner's (else it was formed now).",

@@ -232,6 +232,7 @@ def test_a_run_that_generates_ahead_resumes_with_the_samples_that_were_not_train
     [
         (["rollout.max_staleness=1"], "without rollout.engines nobody generates while ranks train"),
         (["rollout.engines=1", "rollout.max_staleness=1"], "rl.importance corrects for"),
+        (["rollout.engines=1", "rollout.max_staleness=1", "rl.dynamic_sampling_rounds=2"], "knows how many this one takes"),
         (["rollout.engines=1", "launcher=local", "layout.replicas=1", "layout.spares=0"], "has no place for rollout.engines=1"),
         (["rollout.engines=1", "rollout.sync_timeout_s=1e6"], "must be less than recovery.step_timeout_s"),
         (["rollout.engines=1", "faults=[{step: 70, phase: generate, rank: 1}]"], r"faults\.0\.rank=1 does not exist; rollout.engines=1"),

@@ -204,6 +204,9 @@ class LocalGroup:
         )
         return completed
 
+    def rollout_ahead(self, prompts: TrainingBatch, sampling: Sampling) -> None:
+        """There are no rollout engines: the ranks generate when they are asked for the samples."""
+
     def enter_stage(self, name: str) -> None:
         self._stage = name
         if self._injector:

@@ -36,6 +36,7 @@ OWN_ENTRIES = (
     "report",
     "metrics.jsonl",
     "status.json",
+    "diagnosis",
 )
 _ATTEMPT = re.compile(r"attempt-(\d+)")
 

@@ -7,7 +7,6 @@ included, goes over the coordinator's channel.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from everstep.checkpoint import memory, saving
 from everstep.checkpoint.saving import RankOf, SavedRun, Saver, WriterLost
 from everstep.checkpoint.storage import CheckpointError
-from everstep.cluster import takeover
+from everstep.cluster import succession
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.crew import Crew
 from everstep.cluster.dispatch import get_dispatch, mesh_of, ranks_of
@@ -34,6 +33,7 @@ from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.rollback import Rollback
 from everstep.cluster.slots import cut_round, cut_slots, require_synchronous, sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
+from everstep.cluster.watch import Watch
 from everstep.config import derive
 from everstep.config.schema import Config, Fault
 from everstep.engine.loss import LossSpec
@@ -82,14 +82,16 @@ class Controller:
         self.layout = derive.layout(config)
         self._on_record = on_record or (lambda record: None)
         self._reference = False
+        self._watch = Watch(config, run_dir, events, host, lambda: self._server, self._place_of, lambda: len(self._crew.spares))
         self._stage = ""
         self.recipe_state: dict[str, Any] = {}
         self._closed = False
         self._went_back: RolledBack | None = None  # not told to the recipe yet
         self._rollback = Rollback(host, config, lambda worker: worker in self.server.dead)
-        self._crew = Crew(config, host, events, lambda: self.server, self._spec, self._struck, self._is_engine)
+        self.closing = contextlib.ExitStack()
+        self._crew = Crew(config, host, events, lambda: self.server, self._spec, self._struck, self._is_engine, self._watch.finish_diagnosis)
         self._endpoint: Endpoint | None = None
-        self._crew.on_lost = self._go_back
+        self._crew.on_lost = lambda member: succession.go_back(self, member)
         self._store: dist.TCPStore | None = None
         self._injector: FaultInjector | None = None
         self._relays: dict[str, Relay] = {}
@@ -117,7 +119,7 @@ class Controller:
         token = self._token = secrets.token_hex(16)
         listener = Listener(
             self._place_of, self._phase_entered, self._worker_died, self._recorded, self._answered,
-            self._struck, self._crew.leaving.tell,
+            self._struck, self._crew.leaving.tell, self._watch.before_kill,
         )
         self._server = CoordinatorServer(
             coordinator, log, self._events, listener, token, recovery.silence_s, 2 * recovery.link_timeout_s, host,
@@ -127,14 +129,14 @@ class Controller:
         connect = lambda: dist.TCPStore(host, store.port, is_master=False, timeout=timedelta(seconds=60))
         self._saver = Saver(self.config, self.layout, self._events, connect, lambda worker: self.server.dead.get(worker))
         if attach:
-            self._take_over(log)
+            succession.take_over(self, log)
             self._endpoint = self._open_endpoint()
             return
         if config.rollout.engines:
             self._pool = RolloutPool(config.rollout, bool(config.lora.rank), self._host, self, self._events)
         workers = self._start_workers(host, self._store.port, token)
-        self._announce(log.incarnation)
-        self._crew.on_start = lambda: self._announce(log.incarnation)
+        succession.announce(self, log.incarnation)
+        self._crew.on_start = lambda: succession.announce(self, log.incarnation)
         per_replica = self.layout.ranks_per_replica
         members = [
             Member(replica, 0, tuple(workers[replica * per_replica : (replica + 1) * per_replica]))
@@ -159,43 +161,6 @@ class Controller:
     def _open_endpoint(self) -> Endpoint:
         leaving = self._crew.leaving
         return Endpoint(self._run_dir.path, self._host.address, {"drain": leaving.drain, "draining": leaving.remaining})
-
-    def _take_over(self, log: CommitLog) -> None:
-        start, adopting = time.monotonic(), takeover.Adopting(self.config, self._run_dir, self._host, self.server)
-        assert self._store is not None
-        self._store_address = self._host.address, self._store.port
-        adopting.reach()
-        self._announce(log.incarnation)
-        self._host.watch(lambda worker: self._process_ended(worker) if self._crew.is_open else adopting.died.append(worker))
-        decided = adopting.decide(log.past)
-        self._reference, self.recipe_state = decided.reference, decided.state or {}
-        self._rollback.states |= log.past.states
-        self._crew.open(list(decided.lives.values()), decided.spares, lambda: self._reference, self._store, adopting.first_number)
-        self._injector = self._make_injector(adopting.faults_left())
-        self.server.take_over(decided.last, decided.commit, decided.members, self.layout.replicas, adopting.noted)
-        view = self.server.coordinator.view
-        self._events.emit("takeover", step=view.committed, epoch=view.epoch.key, incarnation=log.incarnation, members=list(view.replicas),
-                          workers=sorted(adopting.told), seconds=time.monotonic() - start)
-        self._crew.on_start = lambda: self._announce(log.incarnation)
-        self._crew.adopt(adopting.gone | adopting.missing, decided.broken)
-        for worker in sorted(adopting.missing):
-            self.server.expel(worker, "did not answer when its new controller took over")
-
-    def _go_back(self, member: Member) -> None:
-        """Of the replica that was formed anew when no living one held the last committed step; on the repair's thread."""
-        coordinator = self.server.coordinator
-        if back := self._rollback.restore(member, coordinator.committed):
-            self.recipe_state, self._went_back = back.state, RolledBack(back.step, back.cause)
-            stranded = coordinator.view.healing - {member.replica}
-            self.server.rollback(back.step, [member], back.cause, back.state)
-            self._crew.adopt(set(), sorted(stranded))
-
-    def _announce(self, incarnation: int) -> None:
-        """Workers that outlive their controller must find the next one."""
-        assert self._store is not None
-        if handle := self._host.handle():
-            at = self._coordinator_address, (self._host.address, self._store.port)
-            rendezvous.announce(self._run_dir.path, rendezvous.Announcement(incarnation, *at, self._token, os.getpid(), handle))
 
     def _make_injector(self, faults: Sequence[Fault]) -> FaultInjector:
         infos = self._host.infos
@@ -245,7 +210,9 @@ class Controller:
             if self._server:
                 last_first.callback(rendezvous.withdraw, self._run_dir.path)
                 last_first.callback(memory.remove, memory.folder_of(self._run_dir.path, self._run_dir.attempt))
+            last_first.callback(self.closing.close)
             last_first.callback(self._host.close)
+            last_first.callback(self._watch.close)
             for relay in self._relays.values():
                 last_first.callback(relay.close)
             if self._pool:
@@ -317,18 +284,29 @@ class Controller:
             )
             return completed
         start = time.monotonic()
-        self._prepare_faults(self.committed_step + 1)
-        pool.want(self.committed_step)
-        pool.submit(prompts, sampling, self.committed_step)
+        if not pool.has(prompts.sample_ids):
+            self.rollout_ahead(prompts, sampling)
         while not pool.wait(prompts.sample_ids, POLL_S):
             self._check_alive()
             if pool.stale:
-                pool.refit(self.committed_step, self._send_weights)
+                self._refit(pool)
         complete, dropped = pool.collect(prompts.sample_ids)
         if dropped:
             self._events.emit("drop", step=self.committed_step, samples=sorted(dropped), reason="; ".join(sorted(set(dropped.values()))))
         self._events.emit("call", method="rollout", dispatch="engines", sent_bytes=prompts.nbytes, seconds=time.monotonic() - start)
         return assemble(prompts.select([i for i, s in enumerate(prompts.sample_ids) if s in complete]), complete)
+
+    def rollout_ahead(self, prompts: TrainingBatch, sampling: Sampling) -> None:
+        if self._pool is None:
+            return
+        self._prepare_faults(self.committed_step + 1)
+        self._refit(self._pool)
+        self._pool.submit(prompts, sampling, self.committed_step)
+
+    def _refit(self, pool: RolloutPool) -> None:
+        """Bring the committed weights to engines that lack them. One that misses them now gets them when somebody waits for samples."""
+        pool.want(self.committed_step)
+        pool.refit(self.committed_step, self._send_weights)
 
     def _send_weights(self, streams: Mapping[str, str], kind: WeightsKind) -> bool:
         """Let a contributing replica serve rollout engines; False if it broke."""
@@ -428,6 +406,7 @@ class Controller:
         finished = {w: r for (w, member), r in reports.items() if view.member(member.replica) == member}
         if not finished:
             raise NotEnoughReplicas(f"step {step} was committed but no rank that applied it is left; resume from the last checkpoint")
+        self._watch.step(step, reports, view)
         first_ranks = {self._place_of(w)[0]: r for w, r in finished.items() if self._place_of(w)[1] == 0}
         return combine(step, list(finished.values()), list(first_ranks.values()), loss, lr, len(slots), view)
 
@@ -486,8 +465,10 @@ class Controller:
         while True:
             view = self.server.coordinator.view
             hashes = self.call("pass_through", "state_hash")
-            if view.contributors == self.server.coordinator.view.contributors:
-                ranks = ranks_of(self.layout, view.contributors)
+            if view.contributors != self.server.coordinator.view.contributors:
+                continue
+            ranks = ranks_of(self.layout, view.contributors)
+            if not self._watch.evict_corrupt(view, ranks, hashes):
                 return compare_hashes(ranks, hashes, self.committed_step, self._events)
 
     def status(self) -> dict[str, Any]:
@@ -545,6 +526,8 @@ class Controller:
         return self._injector is not None and self._injector.struck(worker)
 
     def _worker_died(self, worker: str, cause: str) -> None:
+        if not self._closed:
+            self._watch.died(worker, cause)
         if self._pool and self._pool.knows(worker):
             self._pool.died(worker, cause, self._struck(worker))
             return

@@ -19,10 +19,3 @@ def choose_device(config: Config) -> torch.device:
     if local >= visible:
         raise BadInput(f"LOCAL_RANK={local}, but {visible} CUDA devices are visible; use device=cpu or fewer ranks per node")
     return torch.device("cuda", local)
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Host memory; torch's allocator on the CPU raises RuntimeError. A full GPU is no fault of the process: it stays a failure."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "std::bad_alloc" in str(error))
-    )

@@ -6,6 +6,7 @@ of this machine from a process that has done the imports. Both run the same :cla
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -19,6 +20,7 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
 from everstep.errors import CoordinatorLost, EverstepError
 from everstep.recovery import rendezvous
+from everstep.telemetry import diagnosis
 
 if TYPE_CHECKING:
     from everstep.cluster.formation import Life
@@ -145,6 +147,8 @@ def make_worker(spec: WorkerSpec, abandon: Callable[[str], None] | None = None) 
     ``abandon``: called once its coordinator is gone and no other one came in time; ends the process.
     """
     _redirect_output(Path(spec.log_path))
+    if spec.config.watch.diagnose:  # first of all: a signal that nobody awaits ends a process
+        diagnosis.register(Path(spec.log_path).with_suffix(".stacks"))
     warnings.filterwarnings("ignore", module=r"torch|megatron|transformers")  # advice to developers of those
 
     import torch
@@ -155,6 +159,7 @@ def make_worker(spec: WorkerSpec, abandon: Callable[[str], None] | None = None) 
     from everstep.engine import cpu
     from everstep.engine.groups import NCCL_ENVIRONMENT
     from everstep.recovery.control import Control
+    from everstep.telemetry import logs
     from everstep.telemetry.events import EventLog
 
     os.environ.update(NCCL_ENVIRONMENT)
@@ -178,14 +183,19 @@ def make_worker(spec: WorkerSpec, abandon: Callable[[str], None] | None = None) 
         (abandon or _exit)(cause)
 
     control.on_abandoned = abandoned
+    log = spec.config.log
+    start_log = functools.partial(logs.start, Path(spec.log_path).with_suffix(".jsonl"), spec.worker_id, log.level, log.max_bytes, log.keep)
     if spec.role == "engine":
         from everstep.rl.rollout.serving import EngineWorker
 
+        start_log(lambda: dict(zip(("step", "phase"), control.where, strict=True)))
         return EngineWorker(spec.config, spec.worker_id, device, control, spec.store, events)
     from everstep.cluster.worker import Worker
 
     Notices(recovery.preemption_file, control.leaving)
-    return Worker(spec.config, spec.worker_id, device, control, spec.store, events, memory.folder_of(spec.run_dir, spec.attempt))
+    worker = Worker(spec.config, spec.worker_id, device, control, spec.store, events, memory.folder_of(spec.run_dir, spec.attempt))
+    start_log(worker.where)
+    return worker
 
 
 def _exit(cause: str) -> None:

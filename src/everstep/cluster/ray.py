@@ -75,14 +75,15 @@ class RayHost:
             self._own = bool(self._apart.folder)
             self._leave_ray = self._apart.close
         else:
-            self._leave_ray = start_ray(config, layout.devices)
+            self._leave_ray = start_ray(config, layout.devices + config.rollout.engines)
         self.address = ray.util.get_node_ip_address() if config.ray.address else "127.0.0.1"
 
     def start(self, specs: Sequence[WorkerSpec]) -> None:
         config, layout = self._config, self._layout
         on_gpu = uses_gpus(config)
         nodes = devices_per_node(on_gpu)
-        plan = place(layout.ranks_per_replica, layout.replicas, layout.spares, nodes, layout.tp)
+        # A rollout engine is placed as a spare is: by itself, wherever there is a device.
+        plan = place(layout.ranks_per_replica, layout.replicas, layout.spares + config.rollout.engines, nodes, layout.tp)
         chosen = [*(node for replica in plan.replica_nodes for node in replica), *plan.spare_nodes]
         device = {"GPU": 1.0} if on_gpu else {}
         bundles = [{"CPU": 1.0, **device, f"node:{node_ip(node)}": 0.001} for node in chosen]

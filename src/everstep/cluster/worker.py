@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import os
 import threading
 import time
@@ -24,11 +25,12 @@ from everstep.checkpoint import manifest, memory, rng, saving, sharded
 from everstep.checkpoint.index import Index
 from everstep.checkpoint.storage import place
 from everstep.checkpoint.writer import RankWriter, Ticket
+from everstep.cluster import orphaned
 from everstep.cluster.batch import TrainingBatch
-from everstep.cluster.device import out_of_memory
 from everstep.cluster.formation import Formation, Life, called_off
 from everstep.cluster.group import Role
 from everstep.cluster.island import Island, Round, RoundWork, without_participants
+from everstep.cluster.processes import out_of_memory
 from everstep.cluster.rank_state import Kept, WholeState, clip
 from everstep.cluster.run_store import RunStore
 from everstep.cluster.slots import micro_batches, with_evaluated
@@ -45,14 +47,16 @@ from everstep.recovery.control import Control
 from everstep.recovery.healing import Healing
 from everstep.recovery.ledger import Contribution, Ledger, SlotLedger, SumLedger
 from everstep.recovery.link import Link, Links
-from everstep.recovery.rendezvous import Announcement
 from everstep.recovery.replica import ReplicaWorld
 from everstep.recovery.transaction import StepReport, Total, Transaction
 from everstep.recovery.victim import Victim
 from everstep.recovery.view import Kind, Record
 from everstep.rl.rollout import Sampling, sync
 from everstep.rl.rollout.transformers import TransformersRollout
+from everstep.telemetry import diagnosis
 from everstep.telemetry.events import EventLog
+
+LOG = logging.getLogger(__name__)
 
 CALL_PHASES = {  # what a rank says it does; other methods: "call"
     "save_shard": "save", "generate": "rollout", "send_weights": "send", "form": "form", "logprobs": "logprobs",
@@ -128,8 +132,9 @@ class Worker:
         self._writer = RankWriter(self.store.open, device, events)
         self.victim = Victim(worker_id, events, control.fault_word, lambda: "step {}, {}".format(*control.where))
         control.on_record, control.on_fenced = self._on_record, self._fenced
-        control.describe, control.on_adopted = self._describe, self._adopted
+        control.describe, control.on_adopted = lambda: orphaned.describe(self), lambda found: orphaned.adopted(self, found)
         control.on_order, control.on_phase = self.victim.obey, self.victim.enter
+        control.on_diagnose = lambda folder: diagnosis.write_collectives(folder, worker_id)
         events.emit("process_start", device=str(device))
 
     # -- place in the group ------------------------------------------------------------------------------------------------
@@ -154,11 +159,17 @@ class Worker:
     def position(self) -> Position:
         return self.layout.position(self.formation.rank)
 
+    def where(self) -> dict[str, Any]:
+        """Place, step and phase of this process, for its log."""
+        place = (self._formation.replica, self._formation.rank) if self._formation else (None, None)
+        return dict(zip(("replica", "rank", "step", "phase"), (*place, *self.control.where), strict=True))
+
     def form(self, formation: Formation) -> None:
         """Take a place: join the replica's world, build the engine. A rank that lived on brings its state along.
 
         Raises ReplicaBroken if another rank of the replica is gone meanwhile; this one keeps what it had and can form again.
         """
+        LOG.info("takes place %d/%d in life %d, state from %s", formation.replica, formation.rank, formation.build, formation.start)
         self.leave()
         self._meet(formation)
         try:
@@ -297,24 +308,6 @@ class Worker:
         formation = self._formation
         return formation is not None and self._entered.is_set() and not self.control.includes(self.worker_id, formation.build)
 
-    # -- another coordinator (on the control thread) -----------------------------------------------------------------------
-
-    def _describe(self) -> dict[str, Any]:
-        """What a coordinator that takes over must know: my place, and which step I hold or, with the total that I keep, can reach."""
-        formation, state, transaction = self._formation, self._state, self._transaction
-        holds = transaction.holds if transaction else None  # before the version: it is given up once that one is set
-        return {
-            "place": [formation.replica, formation.rank, formation.build] if formation and state else None,
-            "version": state.version if state else None,
-            "holds": [holds[0], *holds[1].key] if holds else None,
-            "reference": self._has_reference,
-        }
-
-    def _adopted(self, announcement: Announcement) -> None:
-        """The dead controller's store is gone with it."""
-        self.store.move(announcement.store)
-        self.events.emit("adopted", incarnation=announcement.incarnation)
-
     # -- calls ---------------------------------------------------------------------------------------------------------------
 
     def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], life: Life | None = None) -> Any:
@@ -332,12 +325,14 @@ class Worker:
         try:
             with self._telling(method):
                 return function(*args, **kwargs)
-        except ReplicaBroken:
+        except ReplicaBroken as error:
+            LOG.info("%s ended: %s", method, error)
             self.leave()
             raise
         except Superseded:
             raise
-        except EverstepError:
+        except EverstepError as error:
+            LOG.warning("%s ended: %s: %s", method, type(error).__name__, error)
             if self.control.orphaned:
                 self.leave()
             raise
@@ -353,6 +348,7 @@ class Worker:
                 self.leave()
             who = f"rank {formation.replica}/{formation.rank}" if formation else f"spare {self.worker_id}"
             what = f"step {getattr(args[0], 'step', args[0])}" if method in STEPS else method
+            LOG.exception("%s failed in %s", who, what)
             raise WorkerFailed(f"{who} failed in {what}: {type(error).__name__}: {error}") from error
 
     @contextlib.contextmanager

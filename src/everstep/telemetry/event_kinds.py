@@ -249,6 +249,29 @@ EVENTS: dict[str, EventKind] = {
         "copy_bytes seconds background_s",
         step=True,
     ),
+    # what is seen by watching
+    "straggler": _kind(
+        "lead",
+        "A rank is slower than its peers for watch.straggler_for_s: in which phase, how many times (`ratio`), by how many seconds of a step "
+        "(`excess_s`). `action`: reported, or replaced by a spare.",
+        "replica rank phase ratio excess_s action",
+        step=True,
+    ),
+    "corruption": _kind(
+        "lead",
+        "The rank's state differs from that which most replicas have at its position; `action`: evicted, or none (the run ends).",
+        "replica rank action",
+        step=True,
+    ),
+    "spike": _kind("lead", "A loss or gradient norm jumped; `usual`: the median of the steps before.", "metric value usual", step=True),
+    "failure": _kind(
+        "lead",
+        "What the death of a process was: `failure_class` is gpu, host, network, dependency, software, data or maintenance, with the "
+        "`evidence` of its node.",
+        "replica rank failure_class evidence",
+        step=True,
+    ),
+    "diagnosis": _kind("lead", "Before a rank was killed, what all ranks were doing was written to `path`.", "replica rank path", step=True),
     # trouble that is no fault of a rank
     "error": _kind("both", "An error ended the work of this process.", "error message"),
     # written by the log itself

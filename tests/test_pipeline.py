@@ -21,6 +21,7 @@ from everstep.rl import pipeline
 from everstep.rl.execute import Context, execute
 from everstep.rl.pipeline import PROMPTS, Pipeline, PipelineError, Stage, Update, standard
 from everstep.rl.record import IterationRecord, IterationRecords, settings_digest
+from everstep.rl.rewards import Scorer
 
 PPO = str(ROOT / "examples" / "ppo_kill.yaml")
 QUIET = ["faults=[]"]
@@ -82,7 +83,7 @@ def with_critic(config):
         ("pipeline=tests.test_pipeline:misnamed", "has no.*rewards|nothing called 'rewards'"),
         ("pipeline=tests.test_pipeline:no_pipeline", "returned a list"),
         ("pipeline=tests.test_pipeline:nothing", "nothing called 'nothing'"),
-        ("pipeline=tests.test_pipeline:with_critic", "recipe=grpo has none; use recipe=ppo"),
+        ("pipeline=tests.test_pipeline:with_critic", "more .critic.; recipe=grpo trains actor, in one update each"),
     ],
 )
 def test_a_users_pipeline_is_checked_before_anything_starts(override, says, tmp_path):
@@ -145,7 +146,7 @@ def samples_of(count: int) -> TrainingBatch:
 
 
 def context(conf, group=None) -> Context:
-    return Context(conf, 3, lambda prompt, completion, record: 0.0, 0.0, group)
+    return Context(conf, 3, Scorer(conf), 0.0, samples_of, lambda groups: None, group)
 
 
 @st.composite

@@ -145,6 +145,24 @@ def generate(
 
 
 @app.command()
+def data(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="gsm8k or deepscaler.")],
+    places: Annotated[
+        list[str],
+        typer.Argument(metavar="[INPUT] OUT", help="INPUT: folder (or http address of one) with the original files; default: download."),
+    ],
+    debug: Debug = False,
+) -> None:
+    """Original releases into OUT/train.parquet and OUT/test.parquet."""
+    from everstep.data.releases import convert
+
+    if len(places) > 2:
+        raise BadInput(f"everstep data takes NAME, perhaps INPUT, and OUT; not {' '.join(places)}")
+    for split, count in convert(name, places[0] if len(places) == 2 else None, places[-1]).items():
+        print(f"{places[-1]}/{split}.parquet: {count} records")
+
+
+@app.command()
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")],
     debug: Debug = False,
@@ -259,6 +277,23 @@ def verify(
     findings = check(open_run_dir(run).path)
     print_findings(findings, sys.stdout)
     return InvariantViolated.exit_code if worst(findings) else 0
+
+
+@app.command()
+def drain(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run that is under way.")],
+    target: Annotated[str, typer.Argument(metavar="NODE|RANK", help="A node (host name or Ray id), or a rank (1/0), or a worker (w3).")],
+    wait_s: Annotated[float, typer.Option(help="Wait so many seconds until they have left; 0: do not wait.")] = 600.0,
+    debug: Debug = False,
+) -> int:
+    """Replace ranks between two steps; nothing is redone.
+
+    Spares take their places. No process is started any more on a drained node.
+    Exit code 3: some have not left in time (they cannot be spared yet).
+    """
+    from everstep.cluster.drain import drain as drain_ranks
+
+    return drain_ranks(run, target, wait_s, sys.stdout)
 
 
 def _console() -> Any:

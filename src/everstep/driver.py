@@ -29,8 +29,8 @@ from everstep.config.check import check
 from everstep.config.schema import Config
 from everstep.data import PreparedData
 from everstep.data import check as check_data
-from everstep.errors import EverstepError, Interrupted, InvariantViolated
-from everstep.recipes import grpo, ppo, sft
+from everstep.errors import BelowMinimum, EverstepError, Interrupted, InvariantViolated
+from everstep.recipes import dpo, grpo, ppo, sft
 from everstep.recipes.run import Run
 from everstep.recovery.view import Kind, Record
 from everstep.run_dir import RunDir, check_run_dir, checkpoints_of, prepare_run_dir
@@ -42,8 +42,9 @@ from everstep.telemetry.ongoing import Ongoing
 from everstep.telemetry.recoveries import account, recoveries
 from everstep.telemetry.report import reward_curve, summary_table
 from everstep.telemetry.status import Pulse
+from everstep.telemetry.trackers import open_trackers
 
-RECIPES = {"sft": sft.train, "grpo": grpo.train, "ppo": ppo.train}
+RECIPES = {"sft": sft.train, "grpo": grpo.train, "ppo": ppo.train, "dpo": dpo.train}
 
 
 def launch(config: Config | str | os.PathLike[str], overrides: Sequence[str] = (), clean: bool = False) -> Group:
@@ -99,6 +100,7 @@ def _run(
     console = Console(config.telemetry.progress, title=config.recipe) if lead else None
     metrics: Metrics | None = None
     group: Group | None = None
+    the_run: Run | None = None
     beside: Beside | None = None
     pulse: Pulse | None = None
     ongoing = Ongoing()
@@ -114,7 +116,7 @@ def _run(
         group = _start_group(config, launcher, run_dir, events, on_record, host)
         if lead:
             pulse = Pulse(run_dir.path, run_dir.attempt, group.status, beside.address if beside else "")
-            metrics = Metrics(run_dir.path, config.telemetry.tensorboard, from_step=chosen.step)
+            metrics = Metrics(run_dir.path, open_trackers(config, run_dir.path, chosen.step, _tracker_failed(console, events)))
         if chosen.path:
             group.load(chosen.path)
         the_run = Run(config, group, data, console, metrics, events, ongoing)
@@ -131,6 +133,12 @@ def _run(
         interrupts.ignored = True
         status = "interrupted"
         raise Interrupted(f"interrupted by {str(interrupt) or 'a signal'}; the processes were stopped" + _how_to_resume(config)) from None
+    except BelowMinimum as error:
+        saved = the_run.save_now() if the_run else None
+        message = f"{error}; saved {saved}" if saved else f"{error}{_how_to_resume(config)}"
+        if events:
+            events.emit("error", error=type(error).__name__, message=message)
+        raise BelowMinimum(message) from None
     except EverstepError as error:
         if events:
             events.emit("error", error=type(error).__name__, message=str(error))
@@ -237,6 +245,16 @@ def _follow(console: Console, run_dir: RunDir, replicas: int, ongoing: Ongoing) 
                     ongoing.recovered(recovery, events)
 
     return on_record
+
+
+def _tracker_failed(console: Console | None, events: EventLog | None) -> Callable[[str, str], None]:
+    def failed(tracker: str, reason: str) -> None:
+        if events:
+            events.emit("tracker_failed", tracker=tracker, reason=reason)
+        if console:
+            console.note(f"{tracker} failed, metrics go on without it: {reason}")
+
+    return failed
 
 
 def _introduce(console: Console, config: Config, data: PreparedData, run_dir: RunDir, chosen: Chosen, launcher: str) -> None:

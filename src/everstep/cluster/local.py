@@ -155,6 +155,10 @@ class LocalGroup:
         return self._control.latest.view.committed
 
     @property
+    def dealt_replicas(self) -> int:
+        return 1
+
+    @property
     def unfired_faults(self) -> list[str]:
         return self._injector.unfired if self._injector else []
 
@@ -203,7 +207,7 @@ class LocalGroup:
         step = self.committed_step + 1
         if self._server and self._injector:
             self._injector.prepare(step)  # the others wait for this rank before they compute
-            self._server.begin(step, sample_ids(slots), about or {})
+            self._server.begin(step, sample_ids(slots), {"lr": lr} | dict(about or {}))
         report = self._worker.run(method, arguments(step), {})
         reports = self._exchange(report)
         return combine(step, reports, reports[:1], loss, lr, len(slots), self._control.view)

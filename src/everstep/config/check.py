@@ -15,9 +15,12 @@ from pathlib import Path
 from everstep.cluster.environment import check_user_environment, detect_launcher, inside_torchrun
 from everstep.config import derive, semisync
 from everstep.config.schema import Config, Fault, OptimizerConfig
+from everstep.data.functions import check_arguments, load_function
+from everstep.data.source import REASONING_GYM, is_path
 from everstep.engine.source import ModelShape, describe, resolve
 from everstep.errors import BadInput, ConfigError
 from everstep.layout import Layout
+from everstep.recipes.resize import SCALES
 from everstep.recovery.faults import (
     AT_POINT,
     BEFORE_THE_VOTE_IS_COUNTED,
@@ -29,6 +32,7 @@ from everstep.recovery.faults import (
     UNHELD_PHASES,
 )
 from everstep.rl import pipeline
+from everstep.telemetry.trackers import check_trackers
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM")
 
@@ -67,6 +71,7 @@ def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> deriv
     semisync.check(config, shape)
     _check_data_files(config)
     _check_functions(config)
+    check_trackers(config)
     return sizes
 
 
@@ -212,6 +217,7 @@ def _check_recovery(config: Config) -> None:
             f"recovery.min_replicas={recovery.min_replicas} is more than layout.replicas={layout.replicas}; "
             "the run could never start"
         )
+    _check_resize(config)
     if recovery.silence_s <= recovery.heartbeat_s:
         raise ConfigError(
             f"recovery.silence_s={recovery.silence_s} is not longer than recovery.heartbeat_s={recovery.heartbeat_s}; "
@@ -227,6 +233,27 @@ def _check_recovery(config: Config) -> None:
             raise ConfigError(
                 f"recovery.{key}={deadline_s} must be more than twice recovery.heartbeat_s={recovery.heartbeat_s}: it is judged by heartbeats"
             )
+
+
+def _check_resize(config: Config) -> None:
+    recovery, replicas = config.recovery, config.layout.replicas
+    how = f"recovery.on_resize={recovery.on_resize}"
+    if recovery.on_resize == "keep_batch":
+        return
+    if recovery.on_resize not in SCALES:
+        if ":" not in recovery.on_resize:
+            raise ConfigError(f"{how} is none of keep_batch, {', '.join(SCALES)}, module:function")
+        scale = load_function(recovery.on_resize, "recovery.on_resize")
+        check_arguments(scale, 3, {}, recovery.on_resize, "recovery.on_resize", "nothing more")
+    if config.semisync.method != "none":
+        raise ConfigError(f"{how} and semisync.method={config.semisync.method}: rounds have no smaller steps; use keep_batch")
+    if config.recipe != "sft":
+        raise ConfigError(f"{how} makes smaller steps of recipe=sft alone; use keep_batch with recipe={config.recipe}")
+    if recovery.mode == "wait" or recovery.exact:
+        key = "recovery.mode=wait" if recovery.mode == "wait" else "recovery.exact=true"
+        raise ConfigError(f"{how} lets the weights depend on what died, {key} promises that they do not; use one of the two")
+    if config.sft.samples_per_step % replicas:
+        raise ConfigError(f"{how}: layout.replicas={replicas} does not divide sft.samples_per_step={config.sft.samples_per_step}; change one of them")
 
 
 def _check_faults(config: Config, sizes: derive.Sizes, environ: Mapping[str, str]) -> None:
@@ -295,8 +322,8 @@ def _no_such_moment(fault: Fault, config: Config, sizes: derive.Sizes) -> str:
         for f in config.faults
     ):
         return f"phase=heal: replica {fault.replica} heals only after it lost a rank; plan a fault that kills one before"
-    if fault.phase == "heal" and not config.layout.spares:
-        return "phase=heal: nobody takes a dead rank's place with layout.spares=0"
+    if fault.phase == "heal" and not config.layout.spares and not config.recovery.restart_attempts:
+        return "phase=heal: nobody takes a dead rank's place with layout.spares=0 and recovery.restart_attempts=0"
     return ""
 
 
@@ -304,6 +331,11 @@ def _no_such_moment(fault: Fault, config: Config, sizes: derive.Sizes) -> str:
 
 
 def _check_recipe(config: Config) -> None:
+    if (config.recipe == "dpo") != (config.data.format == "preference"):
+        raise ConfigError(
+            f"recipe={config.recipe} with data.format={config.data.format}: pairs are for recipe=dpo, and it takes nothing else; set "
+            "recipe=dpo and data.format=preference, or neither"
+        )
     if not derive.is_rl(config):
         return
     rl, warmup = config.rl, config.warmup
@@ -337,6 +369,16 @@ def _check_loss(config: Config) -> None:
     if rl.kl_coef == 0 and (rl.kl_target or rl.kl_in == "reward"):
         key = f"rl.kl_target={rl.kl_target}" if rl.kl_target else "rl.kl_in=reward"
         raise ConfigError(f"{key} has no effect with rl.kl_coef=0, which keeps no reference model; set rl.kl_coef, or leave it out")
+    if rl.dynamic_sampling_rounds and rl.samples_per_prompt < 2:
+        raise ConfigError(
+            f"rl.dynamic_sampling_rounds={rl.dynamic_sampling_rounds} compares the completions of a prompt, but "
+            f"rl.samples_per_prompt={rl.samples_per_prompt}; raise it, or set rl.dynamic_sampling_rounds=0"
+        )
+    cache, longest = config.reward.overlong_cache_tokens, config.rollout.max_response_tokens
+    if cache and cache >= longest:
+        raise ConfigError(
+            f"reward.overlong_cache_tokens={cache} must be less than rollout.max_response_tokens={longest}; lower it, or set it to null"
+        )
     if rl.importance.lower is not None and rl.importance.lower >= rl.importance.upper:
         raise ConfigError(
             f"rl.importance.lower={rl.importance.lower} must be below rl.importance.upper={rl.importance.upper}, or null"
@@ -409,15 +451,16 @@ def _sources(config: Config) -> list[tuple[str, str]]:
 
 def _check_data_files(config: Config) -> None:
     for key, spec in _sources(config):
-        kind, colon, _ = spec.partition(":")
-        if colon and "/" not in kind:
-            continue  # reasoning_gym:TASK or module:function
+        if not is_path(spec) or "://" in spec or "*" in spec:
+            continue  # a task or a function; or read when the data is
         path = Path(spec).expanduser()
         if not path.is_file():
             what = "is a folder" if path.is_dir() else "does not exist"
             raise BadInput(
-                f"{key}={spec} {what} ({path.absolute()}); give a .parquet file, reasoning_gym:TASK or module:function"
+                f"{key}={spec} {what} ({path.absolute()}); give a .parquet or .jsonl file, reasoning_gym:TASK or module:function"
             )
+        if path.name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
+            continue
         try:
             with path.open("rb") as file:
                 head = file.read(4)
@@ -430,17 +473,18 @@ def _check_data_files(config: Config) -> None:
 
 
 def _check_functions(config: Config) -> None:
-    from everstep.data.functions import load_function
-
     for key, spec in _sources(config):
-        if ":" in spec and "/" not in spec and not spec.startswith("reasoning_gym:"):
+        if not is_path(spec) and not spec.startswith(REASONING_GYM):
             load_function(spec, key)
     if derive.is_rl(config):
         pipeline.resolve(config)
+        named = [("reward.function", config.reward.function)]
+        named += [(f"reward.terms.{i}.function", term.function) for i, term in enumerate(config.reward.terms)]
+        for key, function in named:
+            if function and ":" in function:
+                load_function(function, key)
     elif config.pipeline:
         raise ConfigError(f"pipeline={config.pipeline} makes the iterations of recipe=grpo or ppo, and recipe={config.recipe} has none; leave it out")
-    if derive.is_rl(config) and config.reward.function and ":" in config.reward.function:
-        load_function(config.reward.function, "reward.function")
 
 
 def _or(numbers: list[int]) -> str:

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from everstep.config.rl_schema import RewardConfig, RlConfig, RolloutConfig, WarmupConfig
+from everstep.config.recovery_schema import RecoveryConfig
+from everstep.config.rl_schema import DpoConfig, RewardConfig, RlConfig, RolloutConfig, WarmupConfig
 from everstep.config.section import Section
 
 
@@ -207,7 +208,8 @@ class OptimizerConfig(Section):
 
 class DataConfig(Section):
     source: str = Field(
-        description="Training data: a .parquet file, `reasoning_gym:TASK`, or `module:function` returning a list of records.",
+        description="Training data: .parquet or .jsonl (here or at an address such as s3://; * for several), `reasoning_gym:TASK`, or "
+        "`module:function` returning a list of records.",
     )
     source_args: dict[str, Any] = Field(
         default_factory=dict,
@@ -221,18 +223,24 @@ class DataConfig(Section):
         default_factory=dict,
         description="Keyword arguments of data.eval_source.",
     )
-    format: Literal["chat", "text", "prompt"] = Field(
+    format: Literal["chat", "text", "prompt", "preference"] = Field(
         "chat",
         description="What a record holds. `chat`: `messages` (list of {role, content}); `text`: `text`; "
         "`prompt`: `prompt` (string or messages), optional `answer` and further fields, "
-        "handed to the reward function.",
+        "handed to the reward function; `preference`: `prompt`, and two completions, `chosen` and `rejected` (recipe=dpo).",
+    )
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="Fields of a record under other names: `{answer: reward_model.ground_truth}` makes what a record has at that path its "
+        "`answer`. For data.source and data.eval_source.",
     )
     shuffle: bool = Field(True, description="Shuffle the order of each pass over the data (from the seed).")
     max_prompt_tokens: int = Field(512, ge=1, description="Longest prompt in tokens.")
-    max_tokens: int = Field(1024, ge=2, description="Longest training sequence in tokens (SFT).")
-    too_long: Literal["error", "drop", "truncate"] = Field(
+    max_tokens: int = Field(1024, ge=2, description="Longest training sequence in tokens (SFT; DPO: prompt and completion).")
+    too_long: Literal["error", "drop", "truncate_left", "truncate_right"] = Field(
         "error",
-        description="A record longer than its limit: stop before training, leave it out (reported), or cut it on the left.",
+        description="A record longer than its limit: stop before training, leave it out (reported), or cut off its beginning "
+        "(truncate_left) or its end.",
     )
 
 
@@ -348,82 +356,6 @@ class CheckpointConfig(Section):
     )
 
 
-class RecoveryConfig(Section):
-    enabled: bool = Field(
-        True,
-        description="false: the first death of a rank ends the run, resumable; nothing is kept apart for a recovery, sums are made in "
-        "place, no rank waits for commits.",
-    )
-    mode: Literal["salvage", "retry", "wait"] = Field(
-        "salvage",
-        description="After a death in a step, `salvage`: survivors keep what they computed and compute only what died; `retry`: they "
-        "compute all of it together, anew; `wait`: they wait for a spare and compute what each would have computed without the death.",
-    )
-    exact: bool = Field(
-        False,
-        description="Keep each slot's gradient by itself and add them in a fixed order: the weights are then bitwise independent of "
-        "deaths. Costs 4 bytes per parameter and slot; for proofs, not for speed. Needs engine.deterministic on GPUs.",
-    )
-    standby_links_up_to: int = Field(
-        8,
-        ge=0,
-        description="With at most this many replicas a link is kept ready for each one that may die (one communicator each); with "
-        "more, or 0, survivors form a link after the death.",
-    )
-    quarantine_after: int = Field(
-        2,
-        ge=0,
-        description="Replicas that may die while they compute one and the same slot, before the step goes on without it and its samples "
-        "are listed as dropped. A process counts that ended by itself; fault injection and silence do not. Needs as many replicas and "
-        "spares besides, to survive that. 0: no limit.",
-    )
-    min_replicas: int = Field(
-        1,
-        ge=1,
-        description="With fewer living replicas the run waits for a spare, or stops resumable.",
-    )
-    heartbeat_s: float = Field(1.0, gt=0, description="Seconds between progress reports of a rank.")
-    silence_s: float = Field(
-        30.0,
-        gt=0,
-        description="A rank that says nothing for this long (frozen process, lost node) is killed and replaced.",
-    )
-    progress_timeout_s: float = Field(
-        120.0,
-        gt=0,
-        description="A rank that heartbeats but stays in its phase (or owes the result of a call) for this long after its peers, "
-        "the ranks of the same position in the other replicas, have left it is killed and replaced; a rank's first step has "
-        "recovery.step_timeout_s. Longer than what one replica may lag behind the others (uneven slots).",
-    )
-    fence_s: float = Field(
-        60.0,
-        gt=0,
-        description="A rank that hears nothing from the coordinator for this long is cut off: it stops contributing, and on a lost "
-        "node counts as dead after this time.",
-    )
-    call_timeout_s: float = Field(
-        3600.0,
-        gt=0,
-        description="Deadline of one call of a worker method (rollout, log-probabilities, save), all ranks together (launcher ray).",
-    )
-    step_timeout_s: float = Field(
-        600.0,
-        gt=0,
-        description="Deadline of one phase of a step (compute, reduce, vote, apply).",
-    )
-    link_timeout_s: float = Field(60.0, gt=0, description="Deadline to form a link between replicas.")
-    heal_timeout_s: float = Field(
-        300.0,
-        gt=0,
-        description="Deadline to bring one rank to the current step from its peer.",
-    )
-    reform_timeout_s: float = Field(
-        180.0,
-        gt=0,
-        description="Deadline to re-form a broken replica around a spare.",
-    )
-
-
 class SemiSyncConfig(Section):
     """Local SGD (arXiv 1805.09767), DiLoCo (2311.08105), Streaming DiLoCo (2501.18512) over replicas."""
 
@@ -509,6 +441,16 @@ class Fault(Section):
 
 class TelemetryConfig(Section):
     tensorboard: bool = Field(True, description="Write metrics for TensorBoard to RUN/tensorboard.")
+    wandb: bool = Field(
+        False,
+        description="Write metrics to Weights & Biases too (its own environment variables apply; WANDB_MODE=offline: into RUN/wandb only).",
+    )
+    mlflow: bool = Field(False, description="Write metrics to MLflow too, at MLFLOW_TRACKING_URI, by default into RUN/mlruns.")
+    project: str = Field("everstep", description="Project (wandb) or experiment (MLflow) that the run belongs to; the run has its folder's name.")
+    sample_table_every: int = Field(
+        10, ge=0, description="RL iterations between tables of samples (prompt, completion, reward) in RUN/samples and the trackers; 0: none."
+    )
+    sample_table_rows: int = Field(8, ge=1, description="Rows of a table of samples, spread evenly over the iteration.")
     progress: Literal["auto", "rich", "plain", "none"] = Field(
         "auto",
         description="Progress display: `rich` live table, `plain` one line per step; auto: rich on a terminal.",
@@ -545,8 +487,9 @@ class LocalConfig(Section):
 
 
 class Config(Section):
-    recipe: Literal["sft", "grpo", "ppo"] = Field(
-        description="What to do: supervised fine-tuning, GRPO and its relatives (no critic), or PPO with a critic."
+    recipe: Literal["sft", "grpo", "ppo", "dpo"] = Field(
+        description="What to do: supervised fine-tuning, GRPO and its relatives (no critic), PPO with a critic, or direct preference "
+        "optimisation.",
     )
     run_dir: str = Field(
         "runs/default",
@@ -580,6 +523,7 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     data: DataConfig
     sft: SftConfig = SftConfig()
+    dpo: DpoConfig = DpoConfig()
     warmup: WarmupConfig = WarmupConfig()
     rl: RlConfig = RlConfig()
     critic: CriticConfig = CriticConfig()

@@ -20,6 +20,7 @@ from everstep.telemetry.console import Completion, Console
 from everstep.telemetry.events import EventLog
 from everstep.telemetry.metrics import Metrics
 from everstep.telemetry.ongoing import Ongoing
+from everstep.telemetry.trackers import SampleRow
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Run:
         self._saved_step = self._verified_step = self.group.committed_step  # of the checkpoint that the run resumed from
         self._ended_step = self.group.committed_step
         self._dispatched = (0, 0.0)
+        self._resumable: tuple[int, dict[str, Any]] = (-1, {})  # the last step from which the recipe can go on, and its state then
 
     @property
     def state(self) -> dict[str, Any]:
@@ -89,9 +91,25 @@ class Run:
         if self.console and shown:
             self.console.completions(shown)
 
+    def sample_table(self, step: int, iteration: int, samples: TrainingBatch) -> None:
+        """Every ``telemetry.sample_table_every`` iterations: some samples, with the tensor ``scores``, to disk and to the trackers."""
+        every, count = self.config.telemetry.sample_table_every, self.config.telemetry.sample_table_rows
+        if not self.metrics or not every or iteration % every:
+            return
+        rows = range(0, len(samples), max(1, len(samples) // count))[:count]
+        columns = [samples.column("prompt"), samples.column("completion"), samples["scores"].tolist()]
+        self.metrics.samples(step, [SampleRow(samples.sample_ids[i], *(column[i] for column in columns)) for i in rows])
+
+    def dropped(self, groups: Sequence[tuple[list[str], str]]) -> None:
+        """Samples that will not be used, and why."""
+        for samples, reason in groups:
+            if self.events:
+                self.events.emit("drop", samples=samples, reason=reason)
+
     def save_if_due(self, state: Callable[[], dict[str, Any]], last: bool = False) -> None:
         """Checkpoint after every ``checkpoint.every_steps`` committed steps, and at the end (``checkpoint.at_end``)."""
         step, checkpoint = self.group.committed_step, self.config.checkpoint
+        self._resumable = step, state()
         if last and checkpoint.at_end:
             if step != self._ended_step:
                 self.group.save(state())
@@ -99,6 +117,13 @@ class Run:
         elif checkpoint.every_steps and self.group.save_wanted(due=step - self._saved_step >= checkpoint.every_steps):
             self._save(state, wait=not checkpoint.asynchronous)
         self._tell_saves()
+
+    def save_now(self) -> Path | None:
+        """A checkpoint of the committed step, if the recipe can go on from it and it is not saved; its path, or None."""
+        step, state = self._resumable
+        if step != self.group.committed_step or step == self._saved_step:
+            return None
+        return self._save(lambda: state, wait=True)
 
     def _save(self, state: Callable[[], dict[str, Any]], wait: bool) -> Path | None:
         """None if it is on its way, or failed and training is to go on."""

@@ -218,18 +218,21 @@ def standard(config: Config) -> Pipeline:
     old = ("old_logprobs",) if needs_old_logprobs(rl) else ()
     ref = ("ref_logprobs",) if rl.kl_coef > 0 else ()
     value = ("values",) if has_critic else ()
+    scored = ("scores", "dropped") if config.reward.on_error == "drop" else ("scores",)
     weight = ("importance_weights",) if rl.importance.level != "none" else ()
     stages = [
         Stage("rollout", "everstep.rl.stages:rollout", (PROMPTS,), _SAMPLES, "ranks"),
-        Stage("reward", "everstep.rl.stages:reward", ("prompt", "completion", "record"), ("scores",)),
+        Stage("reward", "everstep.rl.stages:reward", ("prompt", "completion", "record", "loss_mask"), scored),
     ]
+    if rl.dynamic_sampling_rounds:  # which completions there are depends on their rewards
+        stages = [Stage("rollout", "everstep.rl.stages:scored_rollout", (PROMPTS,), (*_SAMPLES, *scored), "ranks")]
     if old:
         stages.append(Stage("old_logprob", "everstep.rl.stages:old_logprob", _TOKENS, old, "ranks"))
     if ref:
         stages.append(Stage("ref_logprob", "everstep.rl.stages:ref_logprob", _TOKENS, ref, "ranks"))
     if value:
         stages.append(Stage("values", "everstep.rl.stages:values", _TOKENS, value, "ranks"))
-    estimated = ("scores", "group", "loss_mask", "rollout_logprobs", *old, *ref, *value)
+    estimated = (*scored, "group", "loss_mask", "rollout_logprobs", *old, *ref, *value)
     made = ("advantages", *(("returns",) if has_critic else ()), *weight)
     stages.append(Stage("advantages", "everstep.rl.stages:advantages", estimated, made))
 
@@ -256,9 +259,10 @@ def resolve(config: Config) -> Pipeline:
     if not isinstance(made, Pipeline):
         raise PipelineError(f"pipeline={config.pipeline} returned a {type(made).__name__}, not an everstep.rl.pipeline.Pipeline")
     pipeline = made.ordered()
-    for update in pipeline.updates:
-        if update.role == "critic" and config.recipe != "ppo":
-            raise PipelineError(f"pipeline={config.pipeline}: {update.name} trains a critic, and recipe={config.recipe} has none; use recipe=ppo")
+    trained = ["actor", "critic"] if config.recipe == "ppo" else ["actor"]
+    if sorted(update.role for update in pipeline.updates) != trained:
+        got = ", ".join(f"{update.name} ({update.role})" for update in pipeline.updates)
+        raise PipelineError(f"pipeline={config.pipeline} has the updates {got}; recipe={config.recipe} trains {' and '.join(trained)}, in one update each")
     for part in pipeline.parts:
         function = part.loss if isinstance(part, Update) else part.function
         if isinstance(function, str):

@@ -60,14 +60,15 @@ class RayHost:
         self._closed = False
         self._adding, self._adds = threading.Condition(), 0  # processes that are being started beside the run
         self._own = not ray.is_initialized() and not config.ray.address  # Ray is started for this run, and ends with it
-        self._leave_ray = start_ray(config, layout.devices)
+        self._leave_ray = start_ray(config, layout.devices + config.rollout.engines)
         self.address = ray.util.get_node_ip_address() if config.ray.address else "127.0.0.1"
 
     def start(self, specs: Sequence[WorkerSpec]) -> None:
         config, layout = self._config, self._layout
         on_gpu = uses_gpus(config)
         nodes = devices_per_node(on_gpu)
-        plan = place(layout.ranks_per_replica, layout.replicas, layout.spares, nodes, layout.tp)
+        # A rollout engine is placed as a spare is: by itself, wherever there is a device.
+        plan = place(layout.ranks_per_replica, layout.replicas, layout.spares + config.rollout.engines, nodes, layout.tp)
         chosen = [*(node for replica in plan.replica_nodes for node in replica), *plan.spare_nodes]
         device = {"GPU": 1.0} if on_gpu else {}
         bundles = [{"CPU": 1.0, **device, f"node:{node_ip(node)}": 0.001} for node in chosen]

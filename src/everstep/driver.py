@@ -34,15 +34,15 @@ from everstep.recipes import dpo, grpo, ppo, sft
 from everstep.recipes.run import Run
 from everstep.recovery.view import Kind, Record
 from everstep.run_dir import RunDir, check_run_dir, checkpoints_of, prepare_run_dir
+from everstep.telemetry import logs
 from everstep.telemetry.console import Console
-from everstep.telemetry.dashboard.server import Beside
 from everstep.telemetry.events import EventLog, read_events
 from everstep.telemetry.metrics import Metrics
 from everstep.telemetry.ongoing import Ongoing
 from everstep.telemetry.recoveries import account, recoveries
 from everstep.telemetry.report import reward_curve, summary_table
-from everstep.telemetry.status import Pulse
 from everstep.telemetry.trackers import open_trackers
+from everstep.telemetry.watching import Watching
 
 RECIPES = {"sft": sft.train, "grpo": grpo.train, "ppo": ppo.train, "dpo": dpo.train}
 
@@ -60,8 +60,17 @@ def launch(config: Config | str | os.PathLike[str], overrides: Sequence[str] = (
     check(config)
     check_run_dir(config, clean)
     launcher = environment.detect_launcher(config)
-    run_dir, chosen, events = _enter(config, clean, launcher)
-    group = _start_group(config, launcher, run_dir, events, None)
+    config = logs.with_environment(config, os.environ)
+    watching = Watching(config)
+    try:
+        run_dir, chosen, events = _enter(config, clean, launcher, watching)
+        group = _start_group(config, launcher, run_dir, events, None)
+    except BaseException:
+        watching.close()
+        raise
+    group.closing.callback(watching.close)
+    if events:
+        watching.follow(run_dir, group.status)
     if chosen.path:
         try:
             group.load(chosen.path)
@@ -85,6 +94,7 @@ def run(
     if launcher == "ray" or not inside or os.environ.get("RANK") == "0":
         check(config)
         check_run_dir(config, clean)
+    config = logs.with_environment(config, os.environ)
     if launcher == "local" and not inside:
         check_data(config)
         return torchrun.launch(config, program, lambda text: print(f"everstep: {text}", file=sys.stderr))
@@ -95,27 +105,28 @@ def run(
 def _run(
     config: Config, data: PreparedData, launcher: str, clean: bool, interrupts: _Interrupts, host: Callable[[Config], Host] | None
 ) -> int:
-    run_dir, chosen, events = _enter(config, clean, launcher)
+    watching = Watching(config)
+    try:
+        run_dir, chosen, events = _enter(config, clean, launcher, watching)
+    except BaseException:
+        watching.close()
+        raise
     lead = events is not None
     console = Console(config.telemetry.progress, title=config.recipe) if lead else None
     metrics: Metrics | None = None
     group: Group | None = None
     the_run: Run | None = None
-    beside: Beside | None = None
-    pulse: Pulse | None = None
     ongoing = Ongoing()
     status = "failed"
     try:
         if console:
             _introduce(console, config, data, run_dir, chosen, launcher)
-        if lead and config.telemetry.dashboard:
-            beside = Beside(run_dir.path, config.telemetry.dashboard_host, config.telemetry.dashboard_port)
-        if console and beside:
-            console.note(f"dashboard: {beside.address}")
+        if console and watching.dashboard:
+            console.note(f"dashboard: {watching.dashboard}")
         on_record = _follow(console, run_dir, config.layout.replicas, ongoing) if console else None
         group = _start_group(config, launcher, run_dir, events, on_record, host)
         if lead:
-            pulse = Pulse(run_dir.path, run_dir.attempt, group.status, beside.address if beside else "")
+            watching.follow(run_dir, group.status)
             metrics = Metrics(run_dir.path, open_trackers(config, run_dir.path, chosen.step, _tracker_failed(console, events)))
         if chosen.path:
             group.load(chosen.path)
@@ -146,20 +157,17 @@ def _run(
     finally:
         interrupts.ignored = True
         with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails
+            last_first.callback(watching.close)
             if events:
                 last_first.callback(events.close)
                 if status != "done":
                     last_first.callback(events.emit, "run_end", status=status)
             if metrics:
                 last_first.callback(metrics.close)
-            if beside:
-                last_first.callback(beside.close)
             if group:
                 last_first.callback(group.close)
                 if console and group.unfired_faults:
                     last_first.callback(console.note, f"faults that never fired: {'; '.join(group.unfired_faults)}")
-            if pulse:
-                last_first.callback(pulse.close)
             if console:
                 last_first.callback(console.stop)
 
@@ -167,7 +175,9 @@ def _run(
 # -- parts -------------------------------------------------------------------------------------------------------------------
 
 
-def _enter(config: Config, clean: bool, launcher: str) -> tuple[RunDir, Chosen, EventLog | None]:
+def _enter(
+    config: Config, clean: bool, launcher: str, watching: Watching
+) -> tuple[RunDir, Chosen, EventLog | None]:
     """The run's folder and the checkpoint to start from. Under torchrun one rank prepares, the others are told."""
     if launcher == "ray":
         run_dir, chosen = _prepare(config, clean)
@@ -189,7 +199,8 @@ def _enter(config: Config, clean: bool, launcher: str) -> tuple[RunDir, Chosen, 
         run_dir, chosen = shared[0]
         if env.rank != 0:
             return run_dir, chosen, None
-    events = EventLog(run_dir.events / "lead.jsonl", "lead")
+    watching.begin(run_dir, own_log=launcher == "ray")
+    events = EventLog(run_dir.events / "lead.jsonl", "lead", watching.alerts.offer)
     events.emit("run_start", step=chosen.step, attempt=run_dir.attempt, recipe=config.recipe, launcher=launcher,
                 replicas=config.layout.replicas, spares=config.layout.spares)
     return run_dir, chosen, events

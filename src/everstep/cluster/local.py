@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -48,6 +49,8 @@ from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Kind, Member, Record
 from everstep.rl.rollout import Sampling
 from everstep.run_dir import RunDir
+from everstep.telemetry import diagnosis, logs
+from everstep.telemetry.diagnosis import Diagnosis
 from everstep.telemetry.events import EventLog
 
 T = TypeVar("T")
@@ -85,9 +88,12 @@ class LocalGroup:
         self._reference = False
         self._stage = ""
         self.recipe_state: dict[str, Any] = {}
+        self.closing = contextlib.ExitStack()
         self.dispatch_bytes, self.dispatch_seconds = 0, 0.0  # every rank has the whole batch already: nothing is sent
         self._server: CoordinatorServer | None = None
         self._injector: FaultInjector | None = None
+        if config.watch.diagnose:
+            diagnosis.register(run_dir.rank_log(self._rank).with_suffix(".stacks"))
         workers = tuple(f"w{rank}" for rank in range(self.layout.ranks_per_replica))
         member = Member(0, 0, workers)
         address, token = self._start_coordinator(workers)
@@ -96,6 +102,8 @@ class LocalGroup:
         store = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         own_events = EventLog(run_dir.events / f"{workers[self._rank]}.jsonl", workers[self._rank])
         self._worker = Worker(config, workers[self._rank], choose_device(config), control, store, own_events)
+        log = config.log
+        self._log = logs.start(run_dir.logs / f"rank-{self._rank:03d}.jsonl", workers[self._rank], log.level, log.max_bytes, log.keep, self._worker.where)
         self._saver: Saver | None = None
         if self.is_lead:
             connect = lambda: dist.TCPStore(*store, is_master=False, timeout=timedelta(seconds=60))
@@ -123,7 +131,10 @@ class LocalGroup:
             on_record: Callable[[Record], None] = lambda record: (
                 injector.on_commit(record.step) if record.kind is Kind.COMMIT else None
             )
-            listener = Listener(place, injector.on_phase, on_record=on_record, on_word=injector.on_word)
+            listener = Listener(
+                place, injector.on_phase, on_record=on_record, on_word=injector.on_word,
+                before_kill=lambda worker, cause: self._before_end(worker, cause, pids),
+            )
             self._server = server = CoordinatorServer(
                 Coordinator(log.incarnation, 0, 1), log, self._events, listener, token, recovery.silence_s,
                 2 * recovery.link_timeout_s, host, recovery.heartbeat_s, judge(recovery), judge_every_s(recovery),
@@ -138,6 +149,19 @@ class LocalGroup:
             dist.all_gather_object([None] * len(workers), os.getpid())
         address, token = shared[0]
         return (str(address[0]), int(address[1])), token
+
+    def _before_end(self, worker: str, cause: str, pids: dict[str, int]) -> None:
+        """A rank is silent or makes no progress: the run will end, and what all ranks did is written down."""
+        assert self._server is not None
+        server = self._server
+        if self.config.watch.diagnose:
+            found = Diagnosis(
+                self._run_dir.path / "diagnosis", lambda w, number: os.kill(pids[w], number), lambda w, message: server.order(w, dict(message)),
+                lambda: {w: (pid, socket.gethostname()) for w, pid in pids.items()}, lambda w: self._run_dir.rank_log(int(w.removeprefix("w"))).with_suffix(".stacks"),
+                lambda folder, w: self._events.emit("diagnosis", step=server.coordinator.committed + 1, replica=0, rank=int(w.removeprefix("w")), worker=w, path=str(folder)),
+            )
+            found.take(worker, cause, server.coordinator.committed + 1, server.whereabouts())
+            found.finish(worker)
 
     # -- verbs -----------------------------------------------------------------------------------------------------------------
 
@@ -294,6 +318,8 @@ class LocalGroup:
         self._control.close()
         if self._server:
             self._server.close()
+        logs.stop(self._log)
+        self.closing.close()
 
     def _exchange(self, value: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.layout.ranks_per_replica

@@ -15,6 +15,7 @@ from pydantic import Field
 from everstep.config.recovery_schema import RecoveryConfig
 from everstep.config.rl_schema import DpoConfig, RewardConfig, RlConfig, RolloutConfig, WarmupConfig
 from everstep.config.section import Section
+from everstep.config.watch_schema import AlertConfig, LogConfig, WatchConfig
 
 
 class ModelConfig(Section):
@@ -537,5 +538,8 @@ class Config(Section):
         description="Faults to inject, for tests and demonstrations.",
     )
     telemetry: TelemetryConfig = TelemetryConfig()
+    watch: WatchConfig = WatchConfig()
+    log: LogConfig = LogConfig()
+    alerts: list[AlertConfig] = Field(default_factory=list, description="Whom to tell of which events.")
     ray: RayConfig = RayConfig()
     local: LocalConfig = LocalConfig()

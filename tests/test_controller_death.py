@@ -184,7 +184,9 @@ def test_in_the_middle_of_a_save_or_a_heal(moment, model, tmp_path):
     assert_invariants(done, steps=STEPS)
     assert by_position(done, len(done.kind("commit")[-1]["members"])) == undisturbed(model, "", f"sft.steps={STEPS}")
     if moment is in_the_middle_of_a_save:
-        assert [s.step for s in done.kind("save")] == [10] and not list(done.folder.glob("checkpoints/*.partial"))
+        saved = [s.step for s in done.kind("save")]
+        assert 5 < saved[0] < 10 and saved[-1] == STEPS, "the one that was lost is made up for at once"
+        assert not list(done.folder.glob("checkpoints/*.partial"))
 
 
 def test_a_rank_that_dies_with_its_controller_is_replaced_by_a_spare(model, tmp_path):

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from everstep.checkpoint.choose import Chosen, adopt, choose
+from everstep.checkpoint.manifest import pointed_at, step_of
 from everstep.cluster import environment, torchrun
 from everstep.cluster.group import Group
 from everstep.cluster.host import Host
@@ -139,8 +140,9 @@ def _run(
             metrics = Metrics(run_dir.path, open_trackers(config, run_dir.path, from_step, _tracker_failed(console, events)))
         if chosen.path:
             group.load(chosen.path)
+        saved_step = _newest_checkpoint(config) if attach else chosen.step
         while True:
-            the_run = Run(config, group, data, console, metrics, events, ongoing)
+            the_run = Run(config, group, data, console, metrics, events, saved_step, ongoing)
             try:
                 RECIPES[config.recipe](the_run)
                 the_run.finish_saves()
@@ -148,6 +150,7 @@ def _run(
                 break
             except RolledBack as back:  # the recipe goes on from the state that it had at that step, as a resumed run would
                 the_run.note(str(back))
+                saved_step = the_run.saved_step
         status = "done"
         if console and events:
             console.stop()
@@ -305,6 +308,12 @@ def _tracker_failed(console: Console | None, events: EventLog | None) -> Callabl
             console.note(f"{tracker} failed, metrics go on without it: {reason}")
 
     return failed
+
+
+def _newest_checkpoint(config: Config) -> int:
+    """The step of the checkpoint that `latest` names; 0 if there is none."""
+    named = pointed_at(checkpoints_of(config))
+    return (step_of(named) or 0) if named else 0
 
 
 def _introduce(console: Console, config: Config, data: PreparedData, run_dir: RunDir, chosen: Chosen, launcher: str) -> None:

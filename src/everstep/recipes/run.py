@@ -27,6 +27,8 @@ from everstep.telemetry.trackers import SampleRow
 @dataclass
 class Run:
     """One run of a recipe. Only the lead process has a console and writes metrics; the others have None.
+
+    ``saved_step``: of the newest checkpoint, from which ``checkpoint.every_steps`` counts.
     """
 
     config: Config
@@ -35,13 +37,13 @@ class Run:
     console: Console | None
     metrics: Metrics | None
     events: EventLog | None
+    saved_step: int
     ongoing: Ongoing = field(default_factory=Ongoing)
     summary: dict[str, float] = field(default_factory=dict)  # numbers for the closing table, by name
 
     def __post_init__(self) -> None:
         self.best: float | None = self.state.get("best")
-        self._saved_step = self._verified_step = self.group.committed_step  # of the checkpoint that the run resumed from
-        self._ended_step = self.group.committed_step
+        self._verified_step = self._ended_step = self.group.committed_step
         self._dispatched = (0, 0.0)
         self._spikes = Spikes(self.config.watch.spike_ratio, self.config.watch.spike_steps)
         self._resumable: tuple[int, dict[str, Any]] = (-1, {})  # the last step from which the recipe can go on, and its state then
@@ -118,15 +120,15 @@ class Run:
         if last and checkpoint.at_end:
             if step != self._ended_step:
                 self.group.save(state())
-                self._saved_step = self._ended_step = step
-        elif checkpoint.every_steps and self.group.save_wanted(due=step - self._saved_step >= checkpoint.every_steps):
+                self.saved_step = self._ended_step = step
+        elif checkpoint.every_steps and self.group.save_wanted(due=step - self.saved_step >= checkpoint.every_steps):
             self._save(state, wait=not checkpoint.asynchronous)
         self._tell_saves()
 
     def save_now(self) -> Path | None:
         """A checkpoint of the committed step, if the recipe can go on from it and it is not saved; its path, or None."""
         step, state = self._resumable
-        if step != self.group.committed_step or step == self._saved_step:
+        if step != self.group.committed_step or step == self.saved_step:
             return None
         return self._save(lambda: state, wait=True)
 
@@ -138,7 +140,7 @@ class Run:
             if self.config.checkpoint.on_failure == "stop":
                 raise
             return None
-        self._saved_step = self.group.committed_step
+        self.saved_step = self.group.committed_step
         return path
 
     def finish_saves(self) -> None:

@@ -82,6 +82,7 @@ def test_grpo_with_tensor_parallelism_gives_the_same_losses_under_both_launchers
     same(result(tmp_path / "local"), finish(config(DEMO, tmp_path / "ray", *layout, *offload)))
 
 
+@pytest.mark.full
 def test_sft_with_pipeline_stages_gives_the_same_losses_under_a_plain_torchrun(tmp_path: Path, ray_cluster: None) -> None:
     layout = [*ONE, "layout.pp=2", "sft.steps=6", "data.eval_source=everstep.data.arithmetic:texts"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
@@ -94,6 +95,7 @@ def test_sft_with_pipeline_stages_gives_the_same_losses_under_a_plain_torchrun(t
     same(result(tmp_path / "local"), finish(config(SFT, tmp_path / "ray", *layout)))
 
 
+@pytest.mark.full
 def test_the_environment_of_the_configuration_reaches_ranks_and_spares(tmp_path: Path, ray_cluster: None) -> None:
     for name in ("ray", "local"):
         (tmp_path / name).mkdir()
@@ -185,6 +187,7 @@ def test_a_resumed_grpo_run_ends_in_the_same_state(tmp_path: Path, ray_cluster: 
     assert account(resumed.events).exact
 
 
+@pytest.mark.full
 def test_a_reference_model_that_the_checkpoint_lacks_is_refused(tmp_path: Path, ray_cluster: None) -> None:
     finish(config(DEMO, tmp_path / "run", *GRPO, "rl.kl_coef=0", "rl.iterations=1"))
     with pytest.raises(BadInput, match=r"rl\.kl_coef=0\.05: the checkpoint has no reference model"):
@@ -229,7 +232,7 @@ def training(folder: Path, launcher: str) -> Iterator[tuple[subprocess.Popen[str
         process.communicate(timeout=10)
 
 
-@pytest.mark.parametrize(("launcher", "number"), [pytest.param("ray", signal.SIGINT, marks=pytest.mark.full), ("ray", signal.SIGTERM), ("local", signal.SIGINT)])
+@pytest.mark.parametrize(("launcher", "number"), [pytest.param("ray", signal.SIGINT, marks=pytest.mark.full), pytest.param("ray", signal.SIGTERM, marks=pytest.mark.full), ("local", signal.SIGINT)])
 def test_an_interrupt_ends_everything_in_order(tmp_path: Path, launcher: str, number: signal.Signals) -> None:
     before = shared_memory()
     with training(tmp_path, launcher) as (process, token):
@@ -273,6 +276,7 @@ def records():
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("launcher", ["ray", "local"])
 def test_a_reward_function_that_raises_is_named_with_its_sample(tmp_path: Path, launcher: str) -> None:
     (tmp_path / "mine.py").write_text(REWARD)

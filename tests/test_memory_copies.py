@@ -154,6 +154,7 @@ def test_two_replicas_lost_at_once_come_back_from_copies(model, tmp_path):
     assert by_position(run, 2) == undisturbed(model, "", "sft.steps=40")
 
 
+@pytest.mark.full
 def test_without_copies_all_load_the_last_checkpoint_in_place(model, tmp_path):
     run = finish(config(SFT, tmp_path / "run", *BASE, *SHAPES["tp2"], f"model.path={model}", "layout.replicas=1", "layout.spares=1",
                         "checkpoint.every_steps=4", f"faults=[{fault('compute', 1, step=7)}]"), host=ForkedHost)

@@ -35,13 +35,13 @@ demo: $(STAMP)
 	$(PY) -m everstep train examples/grpo_sort.yaml run_dir=runs/demo device=$(DEMO_DEVICE) --clean
 
 # Files side by side: what tests wait for is other processes, deadlines and deaths.
-TESTS := -m pytest -n 2 --dist loadfile
+SIDE_BY_SIDE := -n 2 --dist loadfile
 
 test: lint types
-	$(PY) $(TESTS) -m "not full"
+	$(PY) -m pytest -m "not full" $(SIDE_BY_SIDE)
 
 test-full: lint types
-	$(PY) $(TESTS)
+	$(PY) -m pytest $(SIDE_BY_SIDE)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

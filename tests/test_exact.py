@@ -97,7 +97,7 @@ def path_of(model: Path, shape: str) -> str:
 def undisturbed(model: Path, shape: str, *more: str) -> dict[str, str]:
     """Hashes by position of the final weights of a run in which nobody dies, on as many replicas as it takes: one."""
     folder = model.parent / f"calm-{shape}-{abs(hash(more))}"
-    run = finish(config(SFT, folder, *BASE, *SHAPES[shape], *more, path_of(model, shape), "layout.replicas=1"), host=ForkedHost)
+    run = finish(config(SFT, folder, *BASE, *SHAPES[shape], *more, path_of(model, shape), "layout.replicas=1"), clean=True, host=ForkedHost)
     return by_position(run, 1)
 
 

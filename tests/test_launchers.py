@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.support import probe
-from tests.support.runs import DEMO, QUIET, ROOT, SFT, Finished, config, finish, gone
+from tests.support.runs import DEMO, QUIET, ROOT, SFT, Finished, config, finish, gone, shared_memory
 from tests.test_plan_cli import TOKEN, Done, start, survivors
 from tests.test_plan_cli import finish as end
 
@@ -204,11 +204,6 @@ def test_resume_must_with_nothing_to_resume_is_bad_input(tmp_path: Path) -> None
 # ---------------------------------------- interrupts
 
 
-def shared_memory() -> set[str]:
-    """What lies there; semaphores are multiprocessing's, which everstep does not use."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")} if os.path.isdir("/dev/shm") else set()
-
-
 @contextlib.contextmanager
 def training(folder: Path, launcher: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command itself in the middle of training, its first checkpoint complete: (process, token). Whatever happens, it ends."""
@@ -234,7 +229,7 @@ def training(folder: Path, launcher: str) -> Iterator[tuple[subprocess.Popen[str
 
 @pytest.mark.parametrize(("launcher", "number"), [pytest.param("ray", signal.SIGINT, marks=pytest.mark.full), pytest.param("ray", signal.SIGTERM, marks=pytest.mark.full), ("local", signal.SIGINT)])
 def test_an_interrupt_ends_everything_in_order(tmp_path: Path, launcher: str, number: signal.Signals) -> None:
-    before = shared_memory()
+    before = shared_memory(tmp_path / "run")
     with training(tmp_path, launcher) as (process, token):
         workers = result(tmp_path / "run").pids
         process.send_signal(number)
@@ -243,13 +238,13 @@ def test_an_interrupt_ends_everything_in_order(tmp_path: Path, launcher: str, nu
         sentence = rf"everstep: interrupted by {number.name}; the processes were stopped; continue after step \d+ with resume=auto\n"
         assert re.fullmatch(sentence, said), said
         assert survivors(token, process.pid) == [] and gone(workers, within_s=0)
-    assert shared_memory() <= before
+    assert shared_memory(tmp_path / "run") <= before
     assert result(tmp_path / "run").kind("run_end")[-1]["status"] == "interrupted"
 
 
 def test_nothing_outlives_a_killed_controller(tmp_path: Path) -> None:
     """For torchrun's ranks tests/test_torchrun.py shows the same."""
-    before = shared_memory()
+    before = shared_memory(tmp_path / "run")
     with training(tmp_path, "ray") as (process, token):
         workers = result(tmp_path / "run").pids
         assert len(workers) == 2
@@ -261,7 +256,7 @@ def test_nothing_outlives_a_killed_controller(tmp_path: Path) -> None:
             assert time.monotonic() < deadline, left
             time.sleep(0.2)
         assert gone(workers, within_s=0)
-    assert shared_memory() <= before
+    assert shared_memory(tmp_path / "run") <= before
 
 
 # ---------------------------------------- failing user code

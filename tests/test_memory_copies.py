@@ -18,7 +18,7 @@ from tests.test_faults import assert_invariants
 from everstep.checkpoint import memory
 from everstep.cluster.forked import ForkedHost
 from everstep.config.check import check_plan
-from everstep.errors import BadInput, InvariantViolated, NotEnoughReplicas
+from everstep.errors import BadInput, ConfigError, InvariantViolated, NotEnoughReplicas
 from everstep.telemetry.events import EventLog, read_events
 
 pytestmark = [pytest.mark.timeout(200)]
@@ -171,3 +171,9 @@ def test_with_nothing_to_go_back_to_it_says_so(model, tmp_path):
     with pytest.raises(NotEnoughReplicas, match="no copy in memory was left of every rank, and there is no checkpoint"):
         finish(config(SFT, tmp_path / "run", *BASE, f"model.path={model}", "layout.replicas=1", "layout.spares=1", "checkpoint.every_steps=20",
                       f"faults=[{fault('compute', 0)}]"), host=ForkedHost)
+
+
+def test_copies_that_nobody_would_go_back_to_are_refused(tmp_path):
+    local = ["launcher=local", "layout.replicas=1", "layout.spares=0", "faults=[]", "recovery.memory_checkpoint_every=3"]
+    with pytest.raises(ConfigError, match="memory_checkpoint_every=3: with launcher=local nobody goes back"):
+        check_plan(config(SFT, tmp_path, *local), {})

@@ -162,6 +162,11 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
                 f"{how}: rank 0 is the controller, and torchrun restarts it; recovery.controller_grace_s="
                 f"{config.recovery.controller_grace_s:g} is for launcher=ray"
             )
+        if config.recovery.memory_checkpoint_every:
+            raise ConfigError(
+                f"recovery.memory_checkpoint_every={config.recovery.memory_checkpoint_every}: with {how} nobody goes back to copies in memory, "
+                "for a rank's death ends them all; use launcher=ray, or leave it out"
+            )
         if config.rollout.engines:
             raise ConfigError(f"{how} has no place for rollout.engines={config.rollout.engines}; use launcher=ray, or rollout.engines=0")
         if layout.spares:

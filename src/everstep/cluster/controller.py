@@ -59,6 +59,7 @@ from everstep.rl.rollout import Sampling, assemble
 from everstep.rl.rollout.pool import RolloutPool
 from everstep.rl.rollout.sync import Kind as WeightsKind
 from everstep.rl.rollout.sync import off_key
+from everstep.rl.rollout.turns import Turns
 from everstep.run_dir import RunDir
 from everstep.telemetry.events import ENGINES, EventLog
 
@@ -98,6 +99,7 @@ class Controller:
         self._server: CoordinatorServer | None = None
         self._saver: Saver | None = None
         self._pool: RolloutPool | None = None
+        self._turns = Turns()
         self.dispatch_bytes, self.dispatch_seconds = 0, 0.0
         try:
             self._start(attach)
@@ -134,6 +136,8 @@ class Controller:
             return
         if config.rollout.engines:
             self._pool = RolloutPool(config.rollout, bool(config.lora.rank), self._host, self, self._events)
+            if config.rollout.colocated:
+                self._turns = Turns(self._pool.sleep, lambda: self.call("pass_through", "make_room"))
         workers = self._start_workers(host, self._store.port, token)
         succession.announce(self, log.incarnation)
         self._crew.on_start = lambda: succession.announce(self, log.incarnation)
@@ -248,6 +252,7 @@ class Controller:
 
     def call(self, dispatch: str, method: str, *args: Any, **kwargs: Any) -> Any:
         start, sent = time.monotonic(), 0
+        self._turns.ranks()
         while True:
             self._check_alive()
             self._crew.leaving.at_a_boundary()
@@ -299,6 +304,7 @@ class Controller:
     def rollout_ahead(self, prompts: TrainingBatch, sampling: Sampling) -> None:
         if self._pool is None:
             return
+        self._turns.engines()
         self._prepare_faults(self.committed_step + 1)
         self._refit(self._pool)
         self._pool.submit(prompts, sampling, self.committed_step)
@@ -351,6 +357,7 @@ class Controller:
     ) -> StepResult:
         """One transaction over ``slots``. ``arguments``: of the worker's method, from the step and the slots as the host shares them
         (the coordinator's incarnation follows)."""
+        self._turns.ranks()
         step = self.committed_step + 1
         share = Sharing(self._host)
         shared = self._host.slots([[share(micro) for micro in slot] for slot in slots])

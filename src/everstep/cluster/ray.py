@@ -38,6 +38,7 @@ from everstep.cluster.ray_runtime import (
     uses_gpus,
 )
 from everstep.cluster.ray_watch import NodeWatches
+from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.errors import BadInput, DeadlineExceeded, EverstepError
 from everstep.layout import Layout
@@ -75,18 +76,21 @@ class RayHost:
             self._own = bool(self._apart.folder)
             self._leave_ray = self._apart.close
         else:
-            self._leave_ray = start_ray(config, layout.devices + config.rollout.engines)
+            self._leave_ray = start_ray(config, layout.devices * (1 + config.rollout.colocated) + derive.engine_devices(config))
         self.address = ray.util.get_node_ip_address() if config.ray.address else "127.0.0.1"
 
     def start(self, specs: Sequence[WorkerSpec]) -> None:
         config, layout = self._config, self._layout
         on_gpu = uses_gpus(config)
         nodes = devices_per_node(on_gpu)
-        # A rollout engine is placed as a spare is: by itself, wherever there is a device.
-        plan = place(layout.ranks_per_replica, layout.replicas, layout.spares + config.rollout.engines, nodes, layout.tp)
-        chosen = [*(node for replica in plan.replica_nodes for node in replica), *plan.spare_nodes]
-        device = {"GPU": 1.0} if on_gpu else {}
-        bundles = [{"CPU": 1.0, **device, f"node:{node_ip(node)}": 0.001} for node in chosen]
+        apart = 0 if config.rollout.colocated else config.rollout.engines
+        plan = place(layout.ranks_per_replica, layout.replicas, layout.spares, nodes, layout.tp, apart, config.rollout.tp)
+        chosen = [(node, 1) for node in (*(node for replica in plan.replica_nodes for node in replica), *plan.spare_nodes)]
+        chosen += [(node, config.rollout.tp) for node in plan.engine_nodes]
+        bundles = [
+            {"CPU": 1.0 + config.rollout.colocated, **({"GPU": float(devices)} if on_gpu else {}), f"node:{node_ip(node)}": 0.001}
+            for node, devices in chosen
+        ]
         self._group = placement_group(bundles, strategy="PACK", lifetime="detached" if self._apart else None)
         deadline = time.monotonic() + config.ray.start_timeout_s
         try:
@@ -98,6 +102,8 @@ class RayHost:
             ) from None
         self._on_gpu = on_gpu
         for index, spec in enumerate(specs):
+            if spec.role == "engine" and config.rollout.colocated:
+                index -= layout.devices  # in the place of a rank, from the first one on
             self._bundles[spec.worker_id] = index
             self._start_actor(spec, PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index))
         for spec in specs:
@@ -162,8 +168,10 @@ class RayHost:
         host, port = spec.store
         env = environment.worker_environment(self._config) | {"MASTER_ADDR": host, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
         apart = {"lifetime": "detached", "namespace": self._apart.namespace, "name": spec.worker_id} if self._apart else {}
+        rollout = self._config.rollout
+        gpus = 0.5 if rollout.colocated else rollout.tp if spec.role == "engine" else 1
         self._actors[spec.worker_id] = self._remote.options(
-            num_cpus=1, num_gpus=1 if self._on_gpu else 0, max_restarts=0, max_task_retries=0, runtime_env={"env_vars": env},
+            num_cpus=1, num_gpus=gpus if self._on_gpu else 0, max_restarts=0, max_task_retries=0, runtime_env={"env_vars": env},
             scheduling_strategy=where, **apart,
         ).remote(spec)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from everstep.cluster.environment import check_user_environment, detect_launcher, inside_torchrun
-from everstep.config import derive, semisync
+from everstep.config import derive, semisync, vllm
 from everstep.config.schema import Config, Fault, OptimizerConfig
 from everstep.data.functions import check_arguments, load_function
 from everstep.data.source import REASONING_GYM, is_path
@@ -188,12 +188,12 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
         derive.fused_kernels(config.engine, cuda=derive.device(config, environ) == "cuda")
     if derive.device(config, environ) == "cuda" and not config.ray.address:
         present = derive.cuda_devices(environ)
-        engines = config.rollout.engines
+        engines = derive.engine_devices(config)
         if layout.devices + engines > present:
             raise ConfigError(
                 f"the layout needs {layout.devices + engines} devices ({layout.replicas} replicas of {layout.ranks_per_replica} "
-                f"ranks, {layout.spares} spares and {engines} rollout engines), this machine has {present}: lower layout.replicas, "
-                "layout.spares, rollout.engines, layout.tp, layout.cp, layout.pp or layout.dp, set device=cpu, or give the address of a cluster as ray.address"
+                f"ranks, {layout.spares} spares, and {engines} of rollout engines), this machine has {present}: lower layout.replicas, "
+                "layout.spares, rollout.engines, rollout.tp, layout.tp, layout.cp, layout.pp or layout.dp, set device=cpu, or give the address of a cluster as ray.address"
             )
 
 
@@ -442,6 +442,20 @@ def _check_engines(config: Config) -> None:
             f"rollout.sync_timeout_s={rollout.sync_timeout_s:g} must be less than recovery.step_timeout_s={config.recovery.step_timeout_s:g}: "
             "the ranks of the replica that serves the weights wait for each other so long"
         )
+    if rollout.colocated and not rollout.engines:
+        raise ConfigError("rollout.colocated=true says where rollout.engines run, and there are none; set rollout.engines, or leave it out")
+    if rollout.colocated and rollout.max_staleness:
+        raise ConfigError(
+            f"rollout.colocated=true lets engines and ranks take turns, and rollout.max_staleness={rollout.max_staleness} lets engines generate while "
+            "ranks train; leave one of the two out"
+        )
+    ranks = config.layout.replicas * derive.layout(config).ranks_per_replica
+    if rollout.colocated and (rollout.engines > ranks or rollout.tp > 1):
+        raise ConfigError(
+            f"rollout.colocated=true: each of rollout.engines={rollout.engines} engines of rollout.tp={rollout.tp} devices runs on the device of one of "
+            f"{ranks} ranks; use rollout.tp=1 and at most {ranks} engines, or rollout.colocated=false"
+        )
+    vllm.check(config)
     if rollout.max_staleness and not rollout.engines:
         raise ConfigError(f"rollout.max_staleness={rollout.max_staleness}: without rollout.engines nobody generates while ranks train; set both")
     if rollout.max_staleness and config.rl.dynamic_sampling_rounds:

@@ -162,7 +162,19 @@ class RlConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["transformers"] = Field("transformers", description="Generation engine.")
+    engine: Literal["transformers", "vllm"] = Field(
+        "transformers", description="What generates: `transformers`, on any device, in the ranks or by rollout.engines; `vllm`, by rollout.engines only."
+    )
+    tp: int = Field(
+        1, ge=1, description="Devices of one of rollout.engines, over which its model is split (tensor parallelism, whatever layout.tp is); more than 1 with "
+        "rollout.engine=vllm.",
+    )
+    gpu_memory_fraction: float | None = Field(
+        None, gt=0, le=1, description="Share of a device's memory that a vLLM engine takes for weights and cache; null: vLLM's own default."
+    )
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="Further arguments of vLLM's EngineArgs, by its names, such as `enforce_eager`; those that everstep sets itself are refused."
+    )
     temperature: float = Field(1.0, gt=0, description="Sampling temperature.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling mass.")
     top_k: int = Field(0, ge=0, description="Sample among the k likeliest tokens; 0: all.")
@@ -173,6 +185,10 @@ class RolloutConfig(Section):
         ge=0,
         description="Processes that only generate, each on a device of its own (launcher=ray). They get the weights after every update, "
         "and one that dies is replaced; nothing it had made is lost. 0: the ranks generate themselves, between updates.",
+    )
+    colocated: bool = Field(
+        False, description="rollout.engines run on the devices of the first ranks, one each, and take turns with training: an engine's weights and cache leave "
+        "the device before ranks compute, and ranks give back what engine.offload names while engines generate. False: devices of their own.",
     )
     max_staleness: int = Field(
         0,

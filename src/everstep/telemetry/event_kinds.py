@@ -137,6 +137,7 @@ EVENTS: dict[str, EventKind] = {
         "engine kind nbytes seconds",
         step=True,
     ),
+    "rollout_sleep": _kind("rank", "A rollout engine left the device to the rank it shares it with (rollout.colocated); it holds no weights.", "engine"),
     "rollout_death": _kind(
         "lead", "A rollout engine died: `requeued` sequences go on elsewhere, with what it had made of them.", "engine cause requeued dropped"
     ),

@@ -60,6 +60,10 @@ class Response:
         self.finished, self.text = more.finished, more.text
 
 
+#: What an engine made: sample -> (more of it, whether it is complete now).
+Pieces = dict[str, tuple[Response, bool]]
+
+
 def repeat_prompts(prompts: TrainingBatch, samples_per_prompt: int) -> TrainingBatch:
     """Each prompt ``samples_per_prompt`` times, one group after the other; B prompts -> B * samples_per_prompt samples.
 

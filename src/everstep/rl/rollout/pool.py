@@ -183,6 +183,32 @@ class RolloutPool:
         if engines:
             self._round(engines, version, "adapter" if self._lora else "full", send)
 
+    def sleep(self) -> None:
+        """All engines leave their devices; nothing may be under way. Returns once they have, or are taken for dead."""
+        with self._changed:
+            living = [name for name, engine in self._requests.engines.items() if engine.state in (EngineState.READY, EngineState.STALE)]
+            for name in living:
+                self._requests.asleep(name)
+        calls = {self._host.submit(name, None, "sleep"): name for name in living}
+        self._await(calls, "did not leave its device", lambda call, name: self._host.result(call, name, "sleep"))
+
+    def _await(self, calls: dict[Any, str], what: str, take: Callable[[Any, str], object]) -> None:
+        """Results of calls to engines; one that does not answer in rollout.sync_timeout_s, or whose process ended, is taken for dead."""
+        end = time.monotonic() + self._config.sync_timeout_s
+        while calls:
+            for call in self._host.wait(calls, _IDLE_S):
+                name = calls.pop(call)
+                try:
+                    take(call, name)
+                except ProcessEnded as ended:
+                    self._processes.expel(name, f"its process ended ({ended})")
+                except EverstepError as error:
+                    self._processes.expel(name, f"{type(error).__name__}: {error}")
+            if calls and time.monotonic() > end:
+                for name in calls.values():
+                    self._processes.expel(name, f"{what} in {self._config.sync_timeout_s:g} s (rollout.sync_timeout_s)")
+                return
+
     def _round(self, engines: list[str], version: int, kind: Kind, send: Callable[[Mapping[str, str], Kind], bool]) -> None:
         number = next(self._rounds)
         with self._changed:
@@ -194,22 +220,12 @@ class RolloutPool:
         if not send(dict(self._streams), kind):
             for stream in self._streams.values():
                 self._processes.call_off(stream)
-        end = time.monotonic() + self._config.sync_timeout_s
-        while calls:
-            for call in self._host.wait(calls, _IDLE_S):
-                self._received(calls.pop(call), call, version, kind)
-            if calls and time.monotonic() > end:
-                for name in calls.values():
-                    self._processes.expel(name, f"weights did not reach it in {self._config.sync_timeout_s:g} s (rollout.sync_timeout_s)")
-                return
+        self._await(calls, "got no weights", lambda call, name: self._received(call, name, version, kind))
 
-    def _received(self, name: str, call: Any, version: int, kind: Kind) -> None:
+    def _received(self, call: Any, name: str, version: int, kind: Kind) -> None:
         got: int | None = None if kind == "base" else version
         try:
             self._host.result(call, name, "receive_weights")
-        except ProcessEnded as ended:
-            self._processes.expel(name, f"its process ended ({ended})")
-            return
         except EverstepError as error:
             got = None
             self._events.emit("error", step=version, error=type(error).__name__, message=f"rollout engine {name}: {error}")

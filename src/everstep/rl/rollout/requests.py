@@ -188,6 +188,15 @@ class Requests:
         if version is not None and version != self.wanted_version:
             engine.becomes(EngineState.STALE)
 
+    def asleep(self, name: str) -> None:
+        """An engine with nothing to do gives its weights up."""
+        engine = self.engines[name]
+        if engine.has:
+            raise InvariantViolated(f"rollout engine {name} sleeps with {len(engine.has)} sequences")
+        if engine.state is not EngineState.STALE:
+            engine.becomes(EngineState.STALE)
+        engine.version = None
+
     def gone(self, name: str, at_fault: bool) -> list[str]:
         """The engine's process ended. Returns the samples that are requeued, or dropped now.
 

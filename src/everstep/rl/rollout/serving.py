@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,28 +22,25 @@ from everstep.engine import cpu, source
 from everstep.errors import EverstepError, WorkerFailed
 from everstep.recovery.control import Control
 from everstep.recovery.victim import Victim
-from everstep.rl.rollout import Response, Sampling, sync
-from everstep.rl.rollout.decoding import Decoder, Pending
-from everstep.rl.rollout.transformers import TransformersRollout
+from everstep.rl.rollout import Pieces, Sampling, engine, sync
+from everstep.rl.rollout.decoding import Pending
 from everstep.telemetry.events import EventLog
-
-Pieces = dict[str, tuple[Response, bool]]
 
 
 class EngineWorker:
     """Public methods are the engine's; ``run`` is how a host calls them (as :meth:`everstep.cluster.worker.Worker.run`)."""
 
     def __init__(
-        self, config: Config, worker_id: str, device: torch.device, control: Control, store: tuple[str, int], events: EventLog
+        self, config: Config, worker_id: str, device: torch.device, control: Control, store: tuple[str, int], events: EventLog, run_dir: Path
     ):
         self.config, self.worker_id, self.device, self.control, self.events = config, worker_id, device, control, events
         self._store_address = store
         self._store: dist.Store | None = None
-        self._source = source.resolve(config.model)
-        dtype = getattr(torch, config.model.dtype)
-        tokenizer = source.load_tokenizer(config.model)
-        self._rollout = TransformersRollout(self._source.hf_config, tokenizer, device, dtype)
-        self._decoder: Decoder = self._rollout.decoder()
+        hf_config, tokenizer = source.resolve(config.model).hf_config, source.load_tokenizer(config.model)
+        self._rollout = engine.make(config, hf_config, tokenizer, device, run_dir / "rollout" / worker_id)
+        self._decoder = self._rollout.decoder()
+        if config.rollout.colocated:
+            self._rollout.sleep()
         self.victim = Victim(worker_id, events, control.fault_word, lambda: "step {}, {}".format(*control.where))
         control.on_order, control.on_phase = self.victim.obey, self.victim.enter
         events.emit("process_start", device=str(device))
@@ -86,6 +84,13 @@ class EngineWorker:
         self.events.emit("rollout_sync", step=version, engine=self.worker_id, kind=kind, nbytes=counter.nbytes,
                          seconds=time.monotonic() - start)
         return counter.nbytes
+
+    def sleep(self) -> None:
+        """Leave the device to whoever shares it: weights and cache go, until weights are received again. Nothing may be under way."""
+        if len(self._decoder):
+            raise WorkerFailed(f"rollout engine {self.worker_id} was asked to sleep with {len(self._decoder)} sequences under way")
+        self._rollout.sleep()
+        self.events.emit("rollout_sleep", engine=self.worker_id)
 
     @contextlib.contextmanager
     def _in_phase(self, phase: str, version: int) -> Iterator[None]:

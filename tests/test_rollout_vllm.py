@@ -1,8 +1,12 @@
-"""Rollouts by vLLM: what everstep says to it, with a strict stand-in (tests/support/fake_vllm), and with the real one on a GPU."""
+"""Rollouts by vLLM: what everstep says to it, with a strict stand-in (tests/support/fake_vllm), and with the real one on a GPU
+(``pytest -m gpu tests/test_rollout_vllm.py -s``)."""
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +24,7 @@ from everstep.errors import ConfigError, LinkBroken, WorkerFailed
 from everstep.rl.rollout import Sampling
 from everstep.rl.rollout.decoding import Pending
 from everstep.telemetry.history import check
+from everstep.telemetry.metrics import read_metrics
 
 TINY = Path(DEMO).parent / "models" / "tiny-qwen3"
 VLLM = ["rollout.engine=vllm", "rollout.engines=2", "recovery.exact=false", "rollout.tokens_per_call=3", "rollout.call_timeout_s=20"]
@@ -257,3 +262,97 @@ def test_without_vllm_the_run_is_refused_before_any_process_starts(tmp_path) -> 
         pytest.skip("vLLM is imported here")
     with pytest.raises(ConfigError, match="vLLM is not installed here; pip install everstep"):
         check_plan(config(DEMO, tmp_path, *SHORT, *VLLM), {})
+
+
+# -- the real one ------------------------------------------------------------------------------------------------------------
+
+REAL = [
+    pytest.mark.gpu, pytest.mark.full, pytest.mark.timeout(540),
+    pytest.mark.skipif(not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None, reason="needs a CUDA device and vLLM"),
+]
+
+
+@pytest.fixture
+def shaped(tmp_path) -> Path:
+    """A model's folder: the tokenizer of the tiny one, and a shape that GPU kernels are made for."""
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder)
+    shape = AutoConfig.from_pretrained(TINY)
+    shape.update({"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 4, "intermediate_size": 512, "layer_types": ["full_attention"] * 4,
+                  "max_window_layers": 4, "dtype": "bfloat16"})
+    shape.save_pretrained(folder)
+    return folder
+
+
+def real(test):
+    for mark in REAL:
+        test = mark(test)
+    return test
+
+
+@real
+def test_the_real_vllm_says_what_transformers_says(shaped, tmp_path) -> None:
+    """Log-probabilities, seeds, versions, refused weights, sleep: with real memory."""
+    from everstep.rl.rollout.vllm import VllmRollout
+
+    torch.manual_seed(0)
+    shape, tokenizer = AutoConfig.from_pretrained(shaped), AutoTokenizer.from_pretrained(shaped)
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).cuda().requires_grad_(False)
+    for p in model.parameters():
+        if p.dim() == 2:
+            p.mul_(2)
+    start = time.monotonic()
+    rollout = VllmRollout(RolloutConfig(engine="vllm", engines=1, colocated=True, gpu_memory_fraction=0.3, samples_per_batch=64), shape, tokenizer,
+                          torch.bfloat16, 256, (), 0, tmp_path / "vllm")
+    started = time.monotonic() - start
+    whole = [(name, p.cpu()) for name, p in model.named_parameters()]
+    start = time.monotonic()
+    rollout.load_weights(whole, 1)
+    loaded, sampling = time.monotonic() - start, Sampling(max_response_tokens=100, seed=1)
+    made = sequences(64)
+    completed(rollout, sampling, made, 32)
+    start = time.monotonic()
+    again = completed(rollout, sampling, tokens=32)
+    seconds = time.monotonic() - start
+    worst, tokens = 0.0, 0
+    for sequence in made:
+        said = sequence.made
+        logits = model(input_ids=torch.tensor([sequence.prompt + said.tokens], device="cuda")).logits[0, len(sequence.prompt) - 1 : -1].float()
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(said.tokens, device="cuda")[:, None])[:, 0].cpu()
+        worst, tokens = max(worst, float((expected - torch.tensor(said.logprobs)).abs().max())), tokens + len(said.tokens)
+        assert said.versions == [1] * len(said.tokens) and said.finished == (said.tokens[-1] in rollout._eos)
+    same = sum(again[s.sample_id] == s.made.tokens for s in made[: len(again)])
+    free = torch.cuda.mem_get_info()[0]
+    rollout.sleep()
+    freed = torch.cuda.mem_get_info()[0] - free
+    start = time.monotonic()
+    rollout.load_weights([(name, p * 1.1) for name, p in whole], 2)
+    woken = time.monotonic() - start
+    other = completed(rollout, sampling, tokens=32)
+    rollout.load_weights(whole, 3)
+    back = completed(rollout, sampling, tokens=32)
+    with pytest.raises(WorkerFailed, match="did not come"):
+        rollout.load_weights(whole[:-1], 4)
+    assert rollout.version is None
+    print(f"\nvLLM: start {started:.1f} s, load {loaded:.3f} s, {tokens} tokens, worst log-prob difference {worst:.4f}, "
+          f"{same}/{len(again)} samples the same when made again, {sum(map(len, again.values())) / seconds:.0f} tokens/s, "
+          f"sleep freed {freed / 2**30:.1f} GiB, woken and loaded in {woken:.2f} s; other weights: {sum(other[s] != again[s] for s in again)} differ, "
+          f"weights back: {sum(back[s] == again[s] for s in again)}/{len(again)} the same")
+    assert worst < 0.1 and same >= len(again) * 0.8
+    assert freed > 5 * 2**30
+    assert other != again and sum(back[s] == again[s] for s in again) >= len(again) * 0.8
+
+
+@real
+@pytest.mark.parametrize("lora", [0, 4])
+def test_a_run_with_the_real_vllm_on_the_ranks_device_and_a_kill(shaped, tmp_path, lora) -> None:
+    """One GPU: a rank and an engine that take turns; the engine is killed while it generates."""
+    more = [f"model.path={shaped}", "model.init=random", "model.dtype=bfloat16", "device=cuda", "layout.replicas=1", "recovery.min_replicas=1",
+            "rollout.engines=1", "rollout.colocated=true", "rollout.gpu_memory_fraction=0.3", "rollout.call_timeout_s=60", "ray.start_timeout_s=240",
+            "engine.offload.optimizer=true", "engine.offload.gradients=true", "recovery.silence_s=30", f"lora.rank={lora}"]
+    done = finish(config(DEMO, tmp_path / "run", *SHORT, *VLLM, *more, "faults=[{step: 4, phase: generate, kind: kill, rank: 0}]"), clean=True)
+    assert_invariants(done, 5)
+    assert gone(done.pids) and next(f for f in check(done.folder) if f.number == 10).held
+    assert len(done.kind("rollout_death")) == len(done.kind("rollout_start")) == 1 and not done.kind("drop")
+    correction = [row["rollout_corr/kl"] for row in read_metrics(done.folder / "metrics.jsonl") if "rollout_corr/kl" in row]
+    print("\n", [(e["kind"], round(e["seconds"], 3)) for e in done.kind("rollout_sync")], correction)

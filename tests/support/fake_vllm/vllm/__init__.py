@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 

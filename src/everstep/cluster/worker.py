@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol
@@ -436,22 +436,11 @@ class Worker:
         if self.state.version != version:
             raise WorkerFailed(f"weights of step {version} were asked for; worker {self.worker_id} is at {self.state.version}")
         export = {"full": self.engine.export_hf, "base": self.engine.export_frozen, "adapter": self.engine.export_adapter}[kind]
-        try:
-            return self._send(streams, version, export())
-        finally:
-            if self.config.rollout.colocated:
-                self._make_room(parameters=self.config.engine.offload.parameters)
-
-    def _send(self, streams: dict[str, str], version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-        if self.formation.rank != min(self.layout.collect_ranks()):
-            for _ in weights:
-                pass
-            return {}
-        with contextlib.ExitStack() as closing:
-            ends = {n: closing.enter_context(sync.stream(s, self.store.as_store, self.config.rollout.sync_timeout_s)) for n, s in streams.items()}
-            served, missed = sync.all_served(ends, self.control.local_host)
-            _, failed = sync.send(served, weights, version)
-        return missed | failed
+        mine = streams if self.formation.rank == min(self.layout.collect_ranks()) else {}
+        failed = sync.serve(mine, self.store.as_store, self.config.rollout.sync_timeout_s, self.control.local_host, export(), version)
+        if self.config.rollout.colocated:
+            self._make_room(parameters=self.config.engine.offload.parameters)
+        return failed
 
     def logprobs(
         self, batch: TrainingBatch, temperature: float = 1.0, model: Literal["policy", "reference"] = "policy"

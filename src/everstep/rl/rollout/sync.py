@@ -12,6 +12,7 @@ With LoRA an engine gets the frozen weights once (``kind="base"``), and from the
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -41,6 +42,8 @@ def send(streams: Mapping[str, HealStream], weights: Iterable[tuple[str, Tensor]
 
     for name, tensor in weights:  # to the end, also if nobody listens any more: it is a collective
         count += 1
+        if not living:
+            continue
         whole = tensor.detach().contiguous()
         tell(memoryview(json.dumps({"name": name, "shape": list(whole.shape), "dtype": _name_of(whole.dtype)}).encode()))
         for chunk in on_host({name: whole}):
@@ -71,16 +74,21 @@ def receive(stream: HealStream, version: int) -> Iterator[tuple[str, Tensor]]:
         count += 1
 
 
-def all_served(streams: Mapping[str, HealStream], host: str) -> tuple[dict[str, HealStream], dict[str, str]]:
-    """The streams whose engine connected; and why the others are left out."""
-    served, failed = dict[str, HealStream](), dict[str, str]()
-    for name, stream in streams.items():
-        try:
-            served[name] = stream.serve(host)
-        except EverstepError as error:
-            stream.close()
-            failed[name] = str(error)
-    return served, failed
+def serve(
+    streams: Mapping[str, str], store: dist.Store, timeout_s: float, host: str, weights: Iterable[tuple[str, Tensor]], version: int
+) -> dict[str, str]:
+    """Send ``weights`` to every engine that joins its stream (engine -> stream). Returns engine -> why it did not get all."""
+    missed = dict[str, str]()
+    with contextlib.ExitStack() as closing:
+        served = dict[str, HealStream]()
+        for engine, name in streams.items():
+            end = closing.enter_context(stream(name, store, timeout_s))
+            try:
+                served[engine] = end.serve(host)
+            except EverstepError as error:
+                missed[engine] = str(error)
+        _, failed = send(served, weights, version)
+    return missed | failed
 
 
 def stream(name: str, store: dist.Store, timeout_s: float) -> HealStream:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
+import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -10,14 +14,16 @@ from tests.support.runs import DEMO, Finished, config, finish, gone
 from tests.test_faults import assert_invariants
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from everstep.cluster.endpoint import ask
 from everstep.cluster.forked import ForkedHost
 from everstep.config.check import check_plan
 from everstep.config.load import load_config
-from everstep.errors import ConfigError
+from everstep.errors import ConfigError, NotEnoughReplicas, WorkerFailed
 from everstep.plan import make_plan, size_rows
 from everstep.rl.rollout import Sampling
 from everstep.rl.rollout.decoding import Pending
 from everstep.rl.rollout.transformers import TransformersRollout
+from everstep.telemetry.events import Event, of_kind, read_events
 from everstep.telemetry.history import check
 from everstep.telemetry.metrics import read_metrics
 
@@ -48,6 +54,99 @@ def test_engines_that_are_killed_while_they_generate_and_while_they_get_weights_
     assert len(done.kind("fault")) == 4 and len(done.kind("rollout_death")) == len(done.kind("rollout_start")) == 3
     assert sum(e["requeued"] for e in done.kind("rollout_death")) > 0 and not done.kind("drop")
     assert next(f for f in check(done.folder) if f.number == 10).held
+
+
+def _second_engine_fails_twice() -> None:
+    """Called first in every worker process, whose name is the worker's."""
+    if mp.current_process().name in ("e1", "e1.1"):
+        os._exit(3)
+
+
+def _engines_fail() -> None:
+    if mp.current_process().name.startswith("e"):
+        os._exit(3)
+
+
+def _only_the_first_engine_starts() -> None:
+    if mp.current_process().name.startswith("e0."):
+        os._exit(3)
+
+
+def test_an_engine_that_does_not_start_is_tried_again_and_engines_come_and_go_while_the_run_goes_on(tmp_path, undisturbed) -> None:
+    """And nothing of it shows in the final weights."""
+    told = []
+
+    def operator() -> None:
+        for step, count in ((5, 3), (6, 1), (7, 2)):
+            while not any(e.step == step for e in commits(tmp_path)):
+                time.sleep(0.02)
+            told.append(ask(tmp_path, "engines", engines=count))
+
+    thread = threading.Thread(target=operator, daemon=True)
+    thread.start()
+    slow = "reward.function=tests.support.slow_reward:position_match"  # so that there is time for all this
+    done = finish(config(DEMO, tmp_path, *SHORT, *ENGINES, slow), clean=True, host=lambda c: ForkedHost(c, prepare=_second_engine_fails_twice))
+    thread.join(5)
+    assert_invariants(done, 8)
+    assert gone(done.pids) and done.final_hashes == undisturbed.final_hashes
+    failed = done.kind("rollout_start_failed")
+    assert [e["engine"] for e in failed] == ["e1", "e1.1"] and [e["again_s"] for e in failed] == [1.0, 2.0]
+    assert "could not start" in failed[0]["cause"] and not done.kind("rollout_death")
+    assert len(told) == 3 and not told[0]["leaving"] and told[1]["engines"] == ["e0"], told
+    left = [e["engine"] for e in done.kind("rollout_leave")]
+    assert any(e["engine"].startswith("e2.") for e in done.kind("rollout_start")) and any(name.startswith("e2.") for name in left)
+    assert any(e.who.startswith("e2.") for e in done.kind("rollout_made")), "it was of use"
+
+
+def commits(folder: Path) -> list[Event]:
+    return of_kind(read_events(folder / "events"), "commit") if (folder / "events").is_dir() else []
+
+
+@pytest.mark.parametrize(
+    ("prepare", "more", "error", "why"),
+    [
+        (_engines_fail, [], WorkerFailed, "no rollout engine could start: e[01]: WorkerFailed: worker e[01] could not start"),
+        (_only_the_first_engine_starts, ["rollout.engines=1", "rollout.engine_restarts=2", "faults=[{step: 5, phase: generate, kind: kill, rank: 0}]"],
+         NotEnoughReplicas, r"no rollout engine is left, after 2 restarts .*the last one failed: e0\.2: WorkerFailed"),
+    ],
+    ids=["at-the-start", "later"],
+)
+def test_a_run_without_engines_ends_with_the_reason(tmp_path, prepare, more, error, why) -> None:
+    conf = config(DEMO, tmp_path, *SHORT, *ENGINES, *more)
+    with pytest.raises(error, match=why):
+        finish(conf, clean=True, host=lambda c: ForkedHost(c, prepare=prepare))
+    assert gone({e.pid for e in read_events(tmp_path / "events") if e.who != "lead"})
+
+
+DEADLY = "0/147#7"  # of the first iteration, by the seed
+
+
+def _a_sequence_kills() -> None:
+    """An engine that gets this sample dies, whichever engine it is."""
+    from everstep.rl.rollout.decoding import Decoder
+
+    add = Decoder.add
+
+    def deadly(self, sequences, sampling):
+        if DEADLY in {s.sample_id for s in sequences}:
+            os._exit(9)
+        add(self, sequences, sampling)
+
+    Decoder.add = deadly
+
+
+def test_a_sequence_that_kills_engines_is_dropped_and_recorded_and_all_others_are_trained(tmp_path) -> None:
+    done = finish(config(DEMO, tmp_path, *SHORT, *ENGINES, "rl.iterations=2", "warmup.steps=2", "rollout.poison_after=1"), clean=True,
+                  host=lambda c: ForkedHost(c, prepare=_a_sequence_kills))
+    assert gone(done.pids)
+    [dropped] = done.kind("drop")
+    assert dropped["samples"] == [DEADLY] and "2 rollout engines died while they generated it" in dropped["reason"]
+    deaths = done.kind("rollout_death")
+    assert len(deaths) == 2 == len(done.kind("rollout_start")), "poison_after=1: once among others, once alone"
+    assert deaths[0]["requeued"] > 1 and deaths[1]["dropped"] == [DEADLY]
+    trained = {sample.split("/", 2)[2] for e in done.kind("commit") if e.step > 2 for sample in e["samples"]}
+    assert DEADLY not in trained and len(trained) == 2 * 16 * 16 - 1
+    assert not [f for f in check(tmp_path) if f.held is False]
 
 
 @pytest.mark.full

@@ -135,7 +135,7 @@ class Controller:
             self._endpoint = self._open_endpoint()
             return
         if config.rollout.engines:
-            self._pool = RolloutPool(config.rollout, bool(config.lora.rank), self._host, self, self._events)
+            self._pool = RolloutPool(config.rollout, bool(config.lora.rank), self._host, self, self._events, self.layout.devices)
             if config.rollout.colocated:
                 self._turns = Turns(self._pool.sleep, lambda: self.call("pass_through", "make_room"))
         workers = self._start_workers(host, self._store.port, token)
@@ -148,10 +148,10 @@ class Controller:
         ]
         spares = workers[self.layout.world_size :]
         self._crew.open(members, spares, lambda: self._reference, self._store)
-        if self._pool:
-            self._pool.open()
         self._host.watch(self._process_ended)
         self._injector = self._make_injector(config.faults)
+        if self._pool:
+            self._pool.open()
         self._events.emit("spare_ready", spares=len(spares))
         failed = self._crew.form([
             (worker, Formation(m.replica, rank, 0, m.workers, "weights", False))
@@ -164,7 +164,8 @@ class Controller:
 
     def _open_endpoint(self) -> Endpoint:
         leaving = self._crew.leaving
-        return Endpoint(self._run_dir.path, self._host.address, {"drain": leaving.drain, "draining": leaving.remaining})
+        orders: dict[str, Callable[..., Any]] = {"drain": leaving.drain, "draining": leaving.remaining}
+        return Endpoint(self._run_dir.path, self._host.address, orders | ({"engines": self._pool.resize} if self._pool else {}))
 
     def _make_injector(self, faults: Sequence[Fault]) -> FaultInjector:
         infos = self._host.infos
@@ -181,11 +182,10 @@ class Controller:
     def _start_workers(self, host: str, port: int, token: str) -> list[str]:
         """All ranks, replica after replica, then the spares."""
         workers = [f"w{i}" for i in range(self.layout.devices)]
-        engines = self._pool.first_engines if self._pool else []
         for index in partition_victims(self.config, self.layout.ranks_per_replica, self.layout.world_size):
             self._relays[workers[index]] = Relay(self._coordinator_address)
         self._store_address = host, port
-        self._host.start([self._spec(worker) for worker in workers] + [self._engine_spec(name) for name in engines])
+        self._host.start([self._spec(worker) for worker in workers])
         return workers
 
     def _spec(self, worker: str) -> WorkerSpec:
@@ -582,6 +582,7 @@ class Controller:
         self._host.add(self._engine_spec(name), instead_of)
 
     def end_engine(self, name: str) -> None:
+        self.server.retire(name, "planned leave")
         self._host.end(name)
 
     def call_off(self, stream: str) -> None:

@@ -101,9 +101,9 @@ class RayHost:
                 "(ray.start_timeout_s); free devices, or ask for fewer in layout.*"
             ) from None
         self._on_gpu = on_gpu
+        first = 0 if config.rollout.colocated else layout.devices  # colocated: in the places of ranks, from the first one on
+        self._bundles = {f"e{number}": first + number for number in range(config.rollout.engines)}
         for index, spec in enumerate(specs):
-            if spec.role == "engine" and config.rollout.colocated:
-                index -= layout.devices  # in the place of a rank, from the first one on
             self._bundles[spec.worker_id] = index
             self._start_actor(spec, PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index))
         for spec in specs:
@@ -126,9 +126,10 @@ class RayHost:
 
     def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str] = ()) -> None:
         where: Any = "SPREAD"  # anywhere: a node that came to the cluster since, or came back
-        there = instead_of in self._bundles and self.has_place(instead_of) and self.infos[instead_of].node_id not in avoid
+        known = spec.worker_id if spec.worker_id in self._bundles else instead_of  # a place of its own, or another's
+        there = known in self._bundles and self.has_place(known) and not (known in self.infos and self.infos[known].node_id in avoid)
         if there:
-            bundle = self._bundles[spec.worker_id] = self._bundles[instead_of]
+            bundle = self._bundles[spec.worker_id] = self._bundles[known]
             where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         with self._adding:
             if self._closed:
@@ -162,7 +163,7 @@ class RayHost:
             self._adding.wait_for(lambda: not self._adds, _CLOSE_S)
 
     def has_place(self, worker: str) -> bool:
-        return self._node_lives(self.infos[worker].node_id)
+        return worker not in self.infos or self._node_lives(self.infos[worker].node_id)
 
     def _start_actor(self, spec: WorkerSpec, where: Any) -> None:
         host, port = spec.store

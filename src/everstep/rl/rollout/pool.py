@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.host import Host, ProcessEnded
 from everstep.config.schema import RolloutConfig
-from everstep.errors import DeadlineExceeded, EverstepError, NotEnoughReplicas
+from everstep.errors import BadInput, DeadlineExceeded, EverstepError, NotEnoughReplicas, WorkerFailed
 from everstep.rl.rollout import Response, Sampling, prompt_tokens
 from everstep.rl.rollout.decoding import Pending
 from everstep.rl.rollout.requests import EngineState, Requests
@@ -24,16 +24,17 @@ from everstep.telemetry.events import EventLog
 
 _POLL_S = 0.05
 _IDLE_S = 0.2
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # before an engine that did not start is started again
 
 
 class Processes(Protocol):
     """What the pool needs of the launcher besides the host."""
 
     def start_engine(self, name: str, instead_of: str) -> None:
-        """A process for the engine, where the dead one was if that is possible. Raises EverstepError if it does not start."""
+        """A process for the engine, where the dead one was if that is possible; "": one more. Raises EverstepError if it does not start."""
 
     def end_engine(self, name: str) -> None:
-        """Returns once its process is gone. Raises DeadlineExceeded."""
+        """No death from now on, whatever becomes of it; returns once its process is gone. Raises DeadlineExceeded."""
 
     def expel(self, worker: str, cause: str) -> None:
         """It is taken for dead; ``RolloutPool.died`` is told."""
@@ -43,7 +44,9 @@ class Processes(Protocol):
 
 
 class RolloutPool:
-    def __init__(self, config: RolloutConfig, lora: bool, host: Host, processes: Processes, events: EventLog):
+    """``places``: devices that colocated engines can share."""
+
+    def __init__(self, config: RolloutConfig, lora: bool, host: Host, processes: Processes, events: EventLog, places: int):
         self._config, self._host, self._processes, self._events = config, host, processes, events
         self._requests = Requests(config.samples_per_batch, config.poison_after)
         self._lora = lora
@@ -52,22 +55,47 @@ class RolloutPool:
         self._rounds = itertools.count()
         self._calls: dict[Any, tuple[str, float]] = {}
         self._builds = itertools.count(1)
-        self._restarts = config.engine_restarts
-        self._starting = 0
+        self._restarts, self._count, self._places = config.engine_restarts, config.engines, places
+        self._coming: set[int] = set()   # numbers of engines that are being started
+        self._untried: set[int] = set()  # of them, those that neither started nor failed so far
+        self._cause = ""                 # of the last start that failed
         self._changed = threading.Condition()
         self._closed = False
         self.failure: EverstepError | None = None
-        self.first_engines = [f"e{i}" for i in range(config.engines)]
 
     # -- engines -------------------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """The first engines' processes have started."""
-        with self._changed:
-            for name in self.first_engines:
-                self._requests.starting(name)
-                self._requests.started(name)
+        """Start the first engines; returns once each has started, or failed for the first time. WorkerFailed if none has started: then it
+        is not the machine."""
         threading.Thread(target=self._loop, name="rollout-pool", daemon=True).start()
+        with self._changed:
+            for number in range(self._count):
+                self._begin(number, f"e{number}")
+            self._changed.wait_for(lambda: self._closed or not self._untried)
+            if not self._closed and not self._requests.usable:
+                raise WorkerFailed(f"no rollout engine could start: {self._cause}")
+
+    def resize(self, engines: int) -> dict[str, list[str]]:
+        """As many engines as this from now on: others are started, or those with the highest numbers leave, and what they were at goes on
+        elsewhere. Returns the living ones, and those that leave. BadInput."""
+        if engines < 1 or (self._config.colocated and engines > self._places):
+            raise BadInput(f"{engines} rollout engines: there must be at least one" + (f", and at most {self._places} with rollout.colocated" if self._config.colocated else ""))
+        with self._changed:
+            for number in range(self._count, engines):
+                if number not in self._coming:
+                    self._begin(number, f"e{number}.{next(self._builds)}")
+            self._count = engines
+            leaving = [name for name in self._requests.usable if self.number_of(name) >= engines]
+            staying = [name for name in self._requests.usable if name not in leaving]
+            for name in leaving:
+                lost = self._requests.gone(name, at_fault=False)
+                self._based.discard(name)
+                self._events.emit("rollout_leave", engine=name, requeued=len(lost))
+            self._changed.notify_all()
+        for name in leaving:
+            threading.Thread(target=self._let_go, args=(name,), name=f"leave-{name}", daemon=True).start()
+        return {"engines": staying, "leaving": leaving}
 
     def knows(self, worker: str) -> bool:
         return worker in self._requests.engines
@@ -80,42 +108,97 @@ class RolloutPool:
     def engine_at(self, number: int) -> str | None:
         """The living engine with this number."""
         with self._changed:
-            living = (name for name, engine in self._requests.engines.items() if engine.state is not EngineState.GONE)
-            return next((name for name in living if self.number_of(name) == number), None)
+            return next((name for name in self._requests.usable if self.number_of(name) == number), None)
 
     def died(self, worker: str, cause: str, injected: bool) -> None:
         """An engine's process ended, or is about to be ended; another takes its place. Must be told of every death."""
         with self._changed:
+            state = self._requests.engines[worker].state
             lost = self._requests.gone(worker, at_fault=not injected)
             self._based.discard(worker)
+            if state in (EngineState.GONE, EngineState.STARTING):
+                return  # it left; or whoever starts it sees to it
             dropped = [sample for sample in lost if sample in self._requests.dropped]
             self._events.emit("rollout_death", engine=worker, cause=cause, requeued=len(lost) - len(dropped), dropped=dropped)
-            again = self._restarts > 0 and not self._closed
-            self._restarts -= again
-            self._starting += again
+            number = self.number_of(worker)
+            if self._restarts > 0 and self._wanted(number):
+                self._restarts -= 1
+                self._begin(number, f"e{number}.{next(self._builds)}", worker)
+            else:
+                threading.Thread(target=self._let_go, args=(worker,), name=f"end-{worker}", daemon=True).start()
             self._changed.notify_all()
         if worker in self._streams:  # its source need not wait for it
             self._processes.call_off(self._streams[worker])
-        threading.Thread(target=self._replace, args=(worker, again), name=f"replace-{worker}", daemon=True).start()
 
-    def _replace(self, worker: str, again: bool) -> None:
+    def _wanted(self, number: int) -> bool:
+        return not self._closed and number < self._count
+
+    def _begin(self, number: int, name: str, instead_of: str = "") -> None:
+        self._coming.add(number)
+        self._untried.add(number)
+        threading.Thread(target=self._bring, args=(number, name, instead_of), name=f"start-{name}", daemon=True).start()
+
+    def _bring(self, number: int, name: str, instead_of: str) -> None:
+        """Start engine ``number``, again and again, later and later, while it fails and rollout.engine_restarts are left."""
+        pause_s = _FIRST_PAUSE_S
         try:
-            self._processes.end_engine(worker)
-            if again and not self._closed:
+            while (cause := self._start(name, instead_of)) is not None:
                 with self._changed:
-                    name = f"e{self.number_of(worker)}.{next(self._builds)}"
-                    self._requests.starting(name)
-                self._processes.start_engine(name, worker)
-                with self._changed:
-                    if self._requests.engines[name].state is EngineState.STARTING:
-                        self._requests.started(name)
-                        self._events.emit("rollout_start", engine=name, instead_of=worker)
-        except EverstepError as error:
-            self.failure = self.failure or error
+                    again = self._restarts > 0 and self._wanted(number)
+                    self._restarts -= again
+                    self._cause = f"{name}: {cause}"
+                    self._events.emit("rollout_start_failed", engine=name, cause=cause, again_s=pause_s if again else None)
+                    self._untried.discard(number)
+                    self._changed.notify_all()
+                    if not again or self._changed.wait_for(lambda: not self._wanted(number), pause_s):
+                        return
+                    name = f"e{number}.{next(self._builds)}"
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         finally:
             with self._changed:
-                self._starting -= again
+                self._untried.discard(number)
+                self._coming.discard(number)
                 self._changed.notify_all()
+
+    def _start(self, name: str, instead_of: str) -> str | None:
+        """Why it did not; None if it has, or is not wanted any more."""
+        try:
+            if instead_of:
+                self._processes.end_engine(instead_of)
+            with self._changed:
+                if not self._wanted(self.number_of(name)):
+                    return None
+                self._requests.starting(name)
+            self._processes.start_engine(name, instead_of)
+        except Exception as error:  # a fault boundary: whatever a library raises when it starts
+            with self._changed:
+                began = name in self._requests.engines
+                if began:
+                    self._requests.gone(name, at_fault=False)
+            if began:
+                self._let_go(name)
+            return f"{type(error).__name__}: {error}"
+        with self._changed:
+            if self._requests.engines[name].state is not EngineState.STARTING:
+                cause: str | None = "it died while it started"
+            elif not self._wanted(self.number_of(name)):
+                self._requests.gone(name, at_fault=False)
+                cause = None
+            else:
+                self._requests.started(name)
+                if "." in name:
+                    self._events.emit("rollout_start", engine=name, instead_of=instead_of)
+                self._changed.notify_all()
+                return None
+        self._let_go(name)
+        return cause
+
+    def _let_go(self, name: str) -> None:
+        """An engine that is no engine any more: its process ends."""
+        try:
+            self._processes.end_engine(name)
+        except EverstepError as error:
+            self._events.emit("error", error=type(error).__name__, message=f"rollout engine {name}: {error}")
 
     def close(self) -> None:
         """Nothing is handed out any more; the processes are the host's."""
@@ -146,9 +229,10 @@ class RolloutPool:
                 raise self.failure
             if not self._requests.missing(samples):
                 return True
-            if not self._requests.usable and not self._starting:
+            if not self._requests.usable and not self._coming:
+                why = f"; the last one failed: {self._cause}" if self._cause else ""
                 raise NotEnoughReplicas(
-                    f"no rollout engine is left, after {self._config.engine_restarts} restarts (rollout.engine_restarts); see their logs, "
+                    f"no rollout engine is left, after {self._config.engine_restarts} restarts (rollout.engine_restarts){why}; see their logs, "
                     "then resume with resume=auto"
                 )
             return False

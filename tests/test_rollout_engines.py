@@ -14,12 +14,15 @@ from tests.support.runs import DEMO, Finished, config, finish, gone
 from tests.test_faults import assert_invariants
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from everstep.checkpoint.manifest import checkpoint_folders, step_of
 from everstep.cluster.endpoint import ask
 from everstep.cluster.forked import ForkedHost
 from everstep.config.check import check_plan
 from everstep.config.load import load_config
 from everstep.errors import ConfigError, NotEnoughReplicas, WorkerFailed
 from everstep.plan import make_plan, size_rows
+from everstep.rl import ahead
+from everstep.rl.record import settings_digest
 from everstep.rl.rollout import Sampling
 from everstep.rl.rollout.decoding import Pending
 from everstep.rl.rollout.transformers import TransformersRollout
@@ -316,14 +319,22 @@ def test_engines_that_die_while_they_generate_ahead_lose_nothing(tmp_path, stale
 
 
 @pytest.mark.full
-def test_a_run_that_generates_ahead_resumes_with_the_samples_that_were_not_trained(tmp_path) -> None:
-    """What engines had made ahead is made again: nothing is lost, nothing is trained twice, and no short completion is preferred."""
-    whole = ["rl.iterations=6", "checkpoint.every_steps=1", "checkpoint.at_end=true"]
-    finish(config(DEMO, tmp_path, *SHORT, *ENGINES, *AHEAD[:3], *whole[1:], "rl.iterations=3", "optimizer.schedule=constant"), clean=True, host=ForkedHost)
-    done = finish(config(DEMO, tmp_path, *SHORT, *ENGINES, *AHEAD[:3], *whole, "resume=auto", "optimizer.schedule=constant"), host=ForkedHost)
+def test_a_run_that_generates_ahead_resumes_with_what_engines_had_made(tmp_path) -> None:
+    """In its order: what is trained on next was made by the weights of before the interruption, as it would have been without. Nothing is lost,
+    nothing trained twice."""
+    common = [*SHORT, *ENGINES, *AHEAD[:2], "rl.eval_every=0", "rl.eval_before=false", "checkpoint.every_steps=1", "optimizer.schedule=constant"]
+    conf = config(DEMO, tmp_path, *common, "rl.iterations=6", "faults=[{step: 8, phase: compute, kind: error, replica: 0}]")
+    with pytest.raises(WorkerFailed):
+        finish(conf, clean=True, host=ForkedHost)
+    batches = ahead.read(tmp_path / "iterations", 7, settings_digest(conf), pytest.fail)
+    assert len(batches) == 1 and {v for response in batches[0].values() for v in response.versions} <= {5, 6}
+    done = finish(config(DEMO, tmp_path, *common, "rl.iterations=6", "resume=auto"), host=ForkedHost)
     assert_invariants(done, 10)
+    assert versions(done)[-2:] == [1.0, 1.0] and len(versions(done)) == 6
     used = [sample.rsplit("/", 2)[1:] for commit in done.kind("commit") if commit.step > 4 for sample in commit["samples"]]
     assert len(used) == len({tuple(u) for u in used}) == 6 * 16 * 16
+    saved = {step_of(folder) for folder in checkpoint_folders(tmp_path / "checkpoints")}
+    assert {int(path.stem[6:]) for path in (tmp_path / "iterations").glob("ahead-*.json")} <= saved
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from everstep.cluster.island import Round
 from everstep.cluster.owed import POLL_S, Owed, all_done, gather
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.rollback import Rollback
+from everstep.cluster.rollouts import Rollouts
 from everstep.cluster.slots import cut_round, cut_slots, require_synchronous, sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
 from everstep.cluster.watch import Watch
@@ -55,11 +56,8 @@ from everstep.recovery.faults import FaultInjector
 from everstep.recovery.proxy import Relay
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Kind, Member, Record
-from everstep.rl.rollout import Sampling, assemble
+from everstep.rl.rollout import Response, Sampling
 from everstep.rl.rollout.pool import RolloutPool
-from everstep.rl.rollout.sync import Kind as WeightsKind
-from everstep.rl.rollout.sync import off_key
-from everstep.rl.rollout.turns import Turns
 from everstep.run_dir import RunDir
 from everstep.telemetry.events import ENGINES, EventLog
 
@@ -98,8 +96,7 @@ class Controller:
         self._relays: dict[str, Relay] = {}
         self._server: CoordinatorServer | None = None
         self._saver: Saver | None = None
-        self._pool: RolloutPool | None = None
-        self._turns = Turns()
+        self._rollouts: Rollouts | None = None
         self.dispatch_bytes, self.dispatch_seconds = 0, 0.0
         try:
             self._start(attach)
@@ -135,9 +132,7 @@ class Controller:
             self._endpoint = self._open_endpoint()
             return
         if config.rollout.engines:
-            self._pool = RolloutPool(config.rollout, bool(config.lora.rank), self._host, self, self._events, self.layout.devices)
-            if config.rollout.colocated:
-                self._turns = Turns(self._pool.sleep, lambda: self.call("pass_through", "make_room"))
+            self._rollouts = Rollouts(self)
         workers = self._start_workers(host, self._store.port, token)
         succession.announce(self, log.incarnation)
         self._crew.on_start = lambda: succession.announce(self, log.incarnation)
@@ -150,8 +145,8 @@ class Controller:
         self._crew.open(members, spares, lambda: self._reference, self._store)
         self._host.watch(self._process_ended)
         self._injector = self._make_injector(config.faults)
-        if self._pool:
-            self._pool.open()
+        if self._rollouts:
+            self._rollouts.pool.open()
         self._events.emit("spare_ready", spares=len(spares))
         failed = self._crew.form([
             (worker, Formation(m.replica, rank, 0, m.workers, "weights", False))
@@ -165,14 +160,14 @@ class Controller:
     def _open_endpoint(self) -> Endpoint:
         leaving = self._crew.leaving
         orders: dict[str, Callable[..., Any]] = {"drain": leaving.drain, "draining": leaving.remaining}
-        return Endpoint(self._run_dir.path, self._host.address, orders | ({"engines": self._pool.resize} if self._pool else {}))
+        return Endpoint(self._run_dir.path, self._host.address, orders | ({"engines": self._rollouts.pool.resize} if self._rollouts else {}))
 
     def _make_injector(self, faults: Sequence[Fault]) -> FaultInjector:
         infos = self._host.infos
         target = LaunchedTarget(
             lambda: self.server, self._place_of, self._host.signal, lambda w: f"{infos[w].pid} on {infos[w].host}",
             lambda: self._crew.spares, self._relays, self._host.cut,
-            lambda number: self._pool.engine_at(number) if self._pool else None,
+            lambda number: self._rollouts.pool.engine_at(number) if self._rollouts else None,
         )
         return FaultInjector(faults, target, self._events)
 
@@ -195,12 +190,6 @@ class Controller:
             str(self._run_dir.events), str(self._run_dir.rank_log(int(worker[1:]))), str(self._run_dir.path), self._run_dir.attempt,
         )
 
-    def _engine_spec(self, name: str) -> WorkerSpec:
-        return WorkerSpec(
-            name, self.config, self._coordinator_address, self._token, self._store_address, str(self._run_dir.events),
-            str(self._run_dir.engine_log(name)), str(self._run_dir.path), self._run_dir.attempt, role="engine",
-        )
-
     @property
     def _coordinator_address(self) -> tuple[str, int]:
         assert self._server is not None
@@ -219,8 +208,8 @@ class Controller:
             last_first.callback(self._watch.close)
             for relay in self._relays.values():
                 last_first.callback(relay.close)
-            if self._pool:
-                last_first.callback(self._pool.close)
+            if self._rollouts:
+                last_first.callback(self._rollouts.pool.close)
             last_first.callback(self._crew.close)
             if self._endpoint:
                 last_first.callback(self._endpoint.close)
@@ -252,7 +241,8 @@ class Controller:
 
     def call(self, dispatch: str, method: str, *args: Any, **kwargs: Any) -> Any:
         start, sent = time.monotonic(), 0
-        self._turns.ranks()
+        if self._rollouts:
+            self._rollouts.turns.ranks()
         while True:
             self._check_alive()
             self._crew.leaving.at_a_boundary()
@@ -282,50 +272,17 @@ class Controller:
                 return how.collect(ranks, results)
 
     def rollout(self, prompts: TrainingBatch, sampling: Sampling) -> TrainingBatch:
-        pool = self._pool
-        if pool is None:
-            completed: TrainingBatch = self.call(
-                mesh_of(self.config.recovery, sampling.samples_per_batch), "generate", prompts, sampling
-            )
-            return completed
-        start = time.monotonic()
-        if not pool.has(prompts.sample_ids):
-            self.rollout_ahead(prompts, sampling)
-        while not pool.wait(prompts.sample_ids, POLL_S):
-            self._check_alive()
-            if pool.stale:
-                self._refit(pool)
-        complete, dropped = pool.collect(prompts.sample_ids)
-        if dropped:
-            self._events.emit("drop", step=self.committed_step, samples=sorted(dropped), reason="; ".join(sorted(set(dropped.values()))))
-        self._events.emit("call", method="rollout", dispatch="engines", sent_bytes=prompts.nbytes, seconds=time.monotonic() - start)
-        return assemble(prompts.select([i for i, s in enumerate(prompts.sample_ids) if s in complete]), complete)
+        if self._rollouts:
+            return self._rollouts.rollout(prompts, sampling)
+        completed: TrainingBatch = self.call(mesh_of(self.config.recovery, sampling.samples_per_batch), "generate", prompts, sampling)
+        return completed
 
-    def rollout_ahead(self, prompts: TrainingBatch, sampling: Sampling) -> None:
-        if self._pool is None:
-            return
-        self._turns.engines()
-        self._prepare_faults(self.committed_step + 1)
-        self._refit(self._pool)
-        self._pool.submit(prompts, sampling, self.committed_step)
+    def rollout_ahead(self, prompts: TrainingBatch, sampling: Sampling, made: Mapping[str, Response] | None = None) -> None:
+        if self._rollouts:
+            self._rollouts.ahead(prompts, sampling, made)
 
-    def _refit(self, pool: RolloutPool) -> None:
-        """Bring the committed weights to engines that lack them. One that misses them now gets them when somebody waits for samples."""
-        pool.want(self.committed_step)
-        pool.refit(self.committed_step, self._send_weights)
-
-    def _send_weights(self, streams: Mapping[str, str], kind: WeightsKind) -> bool:
-        """Let a contributing replica serve rollout engines; False if it broke."""
-        view = self.server.coordinator.view
-        member = view.member(view.contributors[0])
-        assert member is not None
-        called = [(worker, member) for worker in member.workers]
-        life = (member.replica, member.build)
-        calls = {
-            self._host.submit(worker, life, "send_weights", dict(streams), view.committed, kind): index
-            for index, worker in enumerate(member.workers)
-        }
-        return self._results(calls, called, "send_weights") is not None
+    def rollout_so_far(self, prompts: TrainingBatch) -> dict[str, Response]:
+        return self._rollouts.pool.so_far(prompts.sample_ids) if self._rollouts else {}
 
     def _results(self, calls: dict[Any, int], called: list[tuple[str, Member]], method: str) -> list[Any] | None:
         return gather(self._host, self.server, self.config.recovery, self._is_death, calls, called, method)
@@ -357,7 +314,8 @@ class Controller:
     ) -> StepResult:
         """One transaction over ``slots``. ``arguments``: of the worker's method, from the step and the slots as the host shares them
         (the coordinator's incarnation follows)."""
-        self._turns.ranks()
+        if self._rollouts:
+            self._rollouts.turns.ranks()
         step = self.committed_step + 1
         share = Sharing(self._host)
         shared = self._host.slots([[share(micro) for micro in slot] for slot in slots])
@@ -496,6 +454,8 @@ class Controller:
             time.sleep(0.01)  # the replica is formed anew, and goes back to a copy
         back, self._went_back = self._went_back, None
         if back:
+            if self._rollouts:
+                self._rollouts.pool.void()
             raise back
         if coordinator.state is State.LOST and not self._crew.failure:
             raise NotEnoughReplicas(
@@ -535,8 +495,8 @@ class Controller:
     def _worker_died(self, worker: str, cause: str) -> None:
         if not self._closed:
             self._watch.died(worker, cause)
-        if self._pool and self._pool.knows(worker):
-            self._pool.died(worker, cause, self._struck(worker))
+        if self._rollouts and self._is_engine(worker):
+            self._rollouts.pool.died(worker, cause, self._struck(worker))
             return
         if not self._closed:
             self._crew.died(worker)
@@ -562,29 +522,13 @@ class Controller:
             self._injector.prepare(step)
 
     def _place_of(self, worker: str) -> tuple[int, int]:
-        if self._pool and self._is_engine(worker):
-            return ENGINES, self._pool.number_of(worker)
+        if self._is_engine(worker):
+            return ENGINES, RolloutPool.number_of(worker)
         return self._crew.place(worker)
 
     def _is_engine(self, worker: str) -> bool:
-        return self._pool is not None and self._pool.knows(worker)
+        return self._rollouts is not None and self._rollouts.pool.knows(worker)
 
     @property
     def unfired_faults(self) -> list[str]:
         return self._injector.unfired if self._injector else []
-
-    # -- what the rollout pool needs (everstep.rl.rollout.pool.Processes) ----------------------------------------------------------
-
-    def expel(self, worker: str, cause: str) -> None:
-        self.server.expel(worker, cause)
-
-    def start_engine(self, name: str, instead_of: str) -> None:
-        self._host.add(self._engine_spec(name), instead_of)
-
-    def end_engine(self, name: str) -> None:
-        self.server.retire(name, "planned leave")
-        self._host.end(name)
-
-    def call_off(self, stream: str) -> None:
-        assert self._store is not None
-        self._store.set(off_key(stream), "1")

@@ -48,7 +48,7 @@ from everstep.recovery.desk import Listener
 from everstep.recovery.faults import FaultInjector
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Kind, Member, Record
-from everstep.rl.rollout import Sampling
+from everstep.rl.rollout import Response, Sampling
 from everstep.run_dir import RunDir
 from everstep.telemetry import diagnosis, logs
 from everstep.telemetry.diagnosis import Diagnosis
@@ -206,7 +206,10 @@ class LocalGroup:
         )
         return completed
 
-    def rollout_ahead(self, prompts: TrainingBatch, sampling: Sampling) -> None:
+    def rollout_so_far(self, prompts: TrainingBatch) -> dict[str, Response]:
+        return {}
+
+    def rollout_ahead(self, prompts: TrainingBatch, sampling: Sampling, made: Mapping[str, Response] | None = None) -> None:
         """There are no rollout engines: the ranks generate when they are asked for the samples."""
 
     def enter_stage(self, name: str) -> None:

@@ -22,11 +22,12 @@ from everstep.recipes import sft
 from everstep.recipes.run import Run, Stopwatch, step_metrics
 from everstep.recipes.schedule import learning_rate
 from everstep.recipes.updates import transactions
+from everstep.rl import ahead as ahead_files
 from everstep.rl import credit, island, pipeline
 from everstep.rl.execute import Context, execute, named
 from everstep.rl.record import IterationRecord, IterationRecords, settings_digest
 from everstep.rl.rewards import Scorer, without_dropped
-from everstep.rl.rollout import Sampling, repeat_prompts
+from everstep.rl.rollout import Response, Sampling, repeat_prompts
 from everstep.run_dir import checkpoints_of
 from everstep.telemetry.console import Completion
 
@@ -78,6 +79,11 @@ def iterate(run: Run, reward: Scorer) -> None:
         return
 
     ahead: deque[TrainingBatch] = deque()  # prompts of the iterations after this one, whose samples are being generated
+    folder, digest = run.folder / "iterations", settings_digest(config)
+    saved: list[dict[str, Response]] = group.once(ahead_files.read, folder, group.committed_step, digest, run.note) if config.rollout.max_staleness else []
+    for begun in saved[: rl.iterations - iteration]:  # a run that resumes goes on with what engines had made when it was saved
+        ahead.append(next_prompts(run, prompts, rl.prompts_per_step))
+        group.rollout_ahead(ahead[-1], Sampling.for_training(config), begun)
     run.start(rl.iterations, "iteration", iteration)
     while iteration < rl.iterations:
         watch = Stopwatch()
@@ -132,8 +138,12 @@ def iterate(run: Run, reward: Scorer) -> None:
         run.verify_if_due()
         if accuracy is not None:
             run.save_if_best(accuracy, state)
+        if config.rollout.max_staleness:
+            group.once(ahead_files.write, folder, began_at, digest, [group.rollout_so_far(batch) for batch in ahead])
         run.save_if_due(state, last=iteration == rl.iterations)
         group.once(records.retire)
+        if config.rollout.max_staleness:
+            group.once(ahead_files.retire, folder, checkpoints_of(config), began_at)
 
 
 def next_prompts(run: Run, prompts: SampleStream, count: int) -> TrainingBatch:

@@ -6,6 +6,7 @@ a call for each engine at a time; weights are moved by whoever owns the trainer'
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 import time
@@ -208,13 +209,20 @@ class RolloutPool:
 
     # -- sequences -----------------------------------------------------------------------------------------------------------
 
-    def submit(self, prompts: TrainingBatch, sampling: Sampling, min_version: int) -> None:
-        """Complete every row of ``prompts`` under weights of ``min_version`` or later."""
+    def submit(self, prompts: TrainingBatch, sampling: Sampling, min_version: int, made: Mapping[str, Response]) -> None:
+        """Complete every row of ``prompts`` under weights of ``min_version`` or later; those in ``made`` go on from what they have."""
         groups = prompts.columns.get("group", prompts.sample_ids)
-        sequences = [Pending(sid, tokens) for sid, tokens in zip(prompts.sample_ids, prompt_tokens(prompts), strict=True)]
+        sequences = [
+            Pending(sid, tokens, copy.deepcopy(made.get(sid, Response()))) for sid, tokens in zip(prompts.sample_ids, prompt_tokens(prompts), strict=True)
+        ]
         with self._changed:
             self._requests.submit(zip(groups, sequences, strict=True), sampling, min_version)
             self._changed.notify_all()
+
+    def so_far(self, samples: Sequence[str]) -> dict[str, Response]:
+        """What there is of those that have something, complete or not; a copy."""
+        with self._changed:
+            return copy.deepcopy(self._requests.so_far(samples))
 
     def has(self, samples: Sequence[str]) -> bool:
         """Whether these were submitted (all of them, or none)."""
@@ -244,6 +252,13 @@ class RolloutPool:
             dropped = {sample: self._requests.dropped[sample] for sample in samples if sample in self._requests.dropped}
             self._requests.cancel(dropped)
             return complete, dropped
+
+    def void(self) -> None:
+        """The run went back to an older step."""
+        with self._changed:
+            busy = self._requests.void()
+        for name in busy:
+            self._processes.expel(name, "the run went back to an older step, and what it generated is void")
 
     # -- weights -------------------------------------------------------------------------------------------------------------
 

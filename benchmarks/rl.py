@@ -279,7 +279,7 @@ def syncs(run_dir: Path) -> dict[str, float]:
     found = of_kind(read_events(run_dir / "events"), "rollout_sync")[1:]
     if not found:
         return {}
-    return {"transfers": len(found), "bytes": found[-1]["nbytes"], "seconds": statistics.median(e["seconds"] for e in found),
+    return {"transfers": len(found), "way": found[-1]["way"], "bytes": found[-1]["nbytes"], "seconds": statistics.median(e["seconds"] for e in found),
             "gb_per_s": statistics.median(e["nbytes"] / e["seconds"] for e in found) / 1e9}
 
 

@@ -354,5 +354,6 @@ def test_a_run_with_the_real_vllm_on_the_ranks_device_and_a_kill(shaped, tmp_pat
     assert_invariants(done, 5)
     assert gone(done.pids) and next(f for f in check(done.folder) if f.number == 10).held
     assert len(done.kind("rollout_death")) == len(done.kind("rollout_start")) == 1 and not done.kind("drop")
+    assert {e["way"] for e in done.kind("rollout_sync")} == {"device"}
     correction = [row["rollout_corr/kl"] for row in read_metrics(done.folder / "metrics.jsonl") if "rollout_corr/kl" in row]
     print("\n", [(e["kind"], round(e["seconds"], 3)) for e in done.kind("rollout_sync")], correction)

@@ -133,8 +133,9 @@ EVENTS: dict[str, EventKind] = {
     ),
     "rollout_sync": _kind(
         "rank",
-        "A rollout engine got weights. `kind`: all of them, the frozen base (LoRA), or adapters, with which it serves `step`.",
-        "engine kind nbytes seconds",
+        "A rollout engine got weights. `kind`: all of them, the frozen base (LoRA), or adapters, with which it serves `step`. `way`: from device to "
+        "device, or through host memory.",
+        "engine kind nbytes seconds way",
         step=True,
     ),
     "rollout_sleep": _kind("rank", "A rollout engine left the device to the rank it shares it with (rollout.colocated); it holds no weights.", "engine"),

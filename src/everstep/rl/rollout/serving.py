@@ -74,7 +74,8 @@ class EngineWorker:
         start, counter = time.monotonic(), _Counter()
         self.events.emit("rollout_sync_begin", step=version, engine=self.worker_id, kind=kind)
         with self._in_phase("sync", version), sync.stream(name, self._open_store(), self.config.rollout.sync_timeout_s) as stream:
-            weights = counter.counted(sync.receive(stream.join(), version))
+            device = self.device if self.config.rollout.tp == 1 else None  # the model's parts are in other processes
+            weights = counter.counted(sync.receive(stream.join(), version, device))
             if kind == "adapter":
                 self._rollout.load_adapter(weights, self.config.lora.alpha / self.config.lora.rank, version)
             else:
@@ -82,7 +83,7 @@ class EngineWorker:
         if kind != "base":
             self._decoder.restart()
         self.events.emit("rollout_sync", step=version, engine=self.worker_id, kind=kind, nbytes=counter.nbytes,
-                         seconds=time.monotonic() - start)
+                         seconds=time.monotonic() - start, way=counter.way)
         return counter.nbytes
 
     def sleep(self) -> None:
@@ -109,12 +110,13 @@ class EngineWorker:
 
 
 class _Counter:
-    """Counts the bytes of what goes through it."""
+    """Counts the bytes of what goes through it, and sees which way it came."""
 
     def __init__(self) -> None:
-        self.nbytes = 0
+        self.nbytes, self.way = 0, "host"
 
     def counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
-            self.nbytes += tensor.numel() * tensor.element_size()
+            self.nbytes += tensor.nbytes
+            self.way = "device" if tensor.is_cuda else "host"
             yield name, tensor

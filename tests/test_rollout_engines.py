@@ -121,6 +121,18 @@ def test_a_run_without_engines_ends_with_the_reason(tmp_path, prepare, more, err
     assert gone({e.pid for e in read_events(tmp_path / "events") if e.who != "lead"})
 
 
+def test_an_idle_spares_device_generates_until_the_spare_is_needed(tmp_path, undisturbed) -> None:
+    more = ["rollout.engines=1", "rollout.on_spares=true", "reward.function=tests.support.slow_reward:position_match",
+            "faults=[{step: 7, phase: compute, kind: kill, replica: 1, rank: 0}]"]
+    done = engines(tmp_path, *more)
+    assert done.final_hashes == undisturbed.final_hashes
+    [left] = done.kind("rollout_leave")
+    [back] = [e for e in done.kind("form") if e.t_wall > done.kind("fault")[0].t_wall]
+    assert left["engine"].startswith("e1002.") and any(e.who == left["engine"] for e in done.kind("rollout_made"))
+    assert left.t_wall < back.t_wall, "it was gone before the spare took its place"
+    assert not done.kind("rollout_death")
+
+
 DEADLY = "0/147#7"  # of the first iteration, by the seed
 
 

@@ -247,6 +247,7 @@ def test_engines_on_the_ranks_devices_take_turns_with_training(tmp_path, monkeyp
         (["rollout.colocated=true", "rollout.max_staleness=1", "rl.importance.level=token"], "leave one of the two out"),
         (["rollout.colocated=true", "rollout.engines=5"], "at most 2 engines"),
         (["rollout.colocated=true", "rollout.tp=2"], "use rollout.tp=1"),
+        (["rollout.on_spares=true"], "lets idle spares help rollout.engines"),
         (["rollout.colocated=true", "rollout.engines=0", "rollout.engine=transformers"], "there are none"),
     ],
 )

@@ -133,6 +133,7 @@ class Controller:
             return
         if config.rollout.engines:
             self._rollouts = Rollouts(self)
+            self._crew.before_form = self._rollouts.make_way
         workers = self._start_workers(host, self._store.port, token)
         succession.announce(self, log.incarnation)
         self._crew.on_start = lambda: succession.announce(self, log.incarnation)

@@ -76,7 +76,7 @@ class RayHost:
             self._own = bool(self._apart.folder)
             self._leave_ray = self._apart.close
         else:
-            self._leave_ray = start_ray(config, layout.devices * (1 + config.rollout.colocated) + derive.engine_devices(config))
+            self._leave_ray = start_ray(config, layout.devices * (1 + (config.rollout.colocated or config.rollout.on_spares)) + derive.engine_devices(config))
         self.address = ray.util.get_node_ip_address() if config.ray.address else "127.0.0.1"
 
     def start(self, specs: Sequence[WorkerSpec]) -> None:
@@ -88,7 +88,7 @@ class RayHost:
         chosen = [(node, 1) for node in (*(node for replica in plan.replica_nodes for node in replica), *plan.spare_nodes)]
         chosen += [(node, config.rollout.tp) for node in plan.engine_nodes]
         bundles = [
-            {"CPU": 1.0 + config.rollout.colocated, **({"GPU": float(devices)} if on_gpu else {}), f"node:{node_ip(node)}": 0.001}
+            {"CPU": 1.0 + (config.rollout.colocated or config.rollout.on_spares), **({"GPU": float(devices)} if on_gpu else {}), f"node:{node_ip(node)}": 0.001}
             for node, devices in chosen
         ]
         self._group = placement_group(bundles, strategy="PACK", lifetime="detached" if self._apart else None)
@@ -101,8 +101,6 @@ class RayHost:
                 "(ray.start_timeout_s); free devices, or ask for fewer in layout.*"
             ) from None
         self._on_gpu = on_gpu
-        first = 0 if config.rollout.colocated else layout.devices  # colocated: in the places of ranks, from the first one on
-        self._bundles = {f"e{number}": first + number for number in range(config.rollout.engines)}
         for index, spec in enumerate(specs):
             self._bundles[spec.worker_id] = index
             self._start_actor(spec, PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index))
@@ -126,10 +124,11 @@ class RayHost:
 
     def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str] = ()) -> None:
         where: Any = "SPREAD"  # anywhere: a node that came to the cluster since, or came back
-        known = spec.worker_id if spec.worker_id in self._bundles else instead_of  # a place of its own, or another's
-        there = known in self._bundles and self.has_place(known) and not (known in self.infos and self.infos[known].node_id in avoid)
+        bundle = self._bundles.get(instead_of, self._engine_bundle(spec))
+        there = bundle is not None and (instead_of not in self.infos or (self.has_place(instead_of) and self.infos[instead_of].node_id not in avoid))
         if there:
-            bundle = self._bundles[spec.worker_id] = self._bundles[known]
+            assert bundle is not None
+            self._bundles[spec.worker_id] = bundle
             where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         with self._adding:
             if self._closed:
@@ -162,15 +161,26 @@ class RayHost:
         with self._adding:
             self._adding.wait_for(lambda: not self._adds, _CLOSE_S)
 
+    def _engine_bundle(self, spec: WorkerSpec) -> int | None:
+        """Where one of the first rollout engines has its place; colocated ones with the ranks, from the first one on."""
+        if spec.role != "engine":
+            return None
+        number, rollout, devices = int(spec.worker_id[1:].partition(".")[0]), self._config.rollout, self._layout.devices
+        if rollout.colocated:
+            return number
+        return devices + number if number < rollout.engines else None
+
     def has_place(self, worker: str) -> bool:
-        return worker not in self.infos or self._node_lives(self.infos[worker].node_id)
+        return self._node_lives(self.infos[worker].node_id)
 
     def _start_actor(self, spec: WorkerSpec, where: Any) -> None:
         host, port = spec.store
         env = environment.worker_environment(self._config) | {"MASTER_ADDR": host, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
         apart = {"lifetime": "detached", "namespace": self._apart.namespace, "name": spec.worker_id} if self._apart else {}
         rollout = self._config.rollout
-        gpus = 0.5 if rollout.colocated else rollout.tp if spec.role == "engine" else 1
+        beside = self._bundles.get(spec.worker_id, self._layout.devices) < self._layout.devices
+        shared = (rollout.colocated or rollout.on_spares) and (spec.role == "rank" or beside)  # a rank and an engine on one device
+        gpus = 0.5 if shared else rollout.tp if spec.role == "engine" else 1
         self._actors[spec.worker_id] = self._remote.options(
             num_cpus=1, num_gpus=gpus if self._on_gpu else 0, max_restarts=0, max_task_retries=0, runtime_env={"env_vars": env},
             scheduling_strategy=where, **apart,

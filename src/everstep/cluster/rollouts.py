@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from everstep.cluster.batch import TrainingBatch
@@ -42,8 +42,15 @@ class Rollouts:
         controller._events.emit("call", method="rollout", dispatch="engines", sent_bytes=prompts.nbytes, seconds=time.monotonic() - start)
         return assemble(prompts.select([i for i, s in enumerate(prompts.sample_ids) if s in complete]), complete)
 
+    def make_way(self, workers: Collection[str]) -> None:
+        """These take places in replicas: on their devices there is no engine any more."""
+        for worker in workers:
+            self.pool.vacate(worker)
+
     def ahead(self, prompts: TrainingBatch, sampling: Sampling, made: Mapping[str, Response] | None = None) -> None:
         self.turns.engines()
+        if self._controller.config.rollout.on_spares:
+            self.pool.serve_beside(self._controller._crew.idle_spares())
         self._controller._prepare_faults(self._controller.committed_step + 1)
         self._refit()
         self.pool.submit(prompts, sampling, self._controller.committed_step, made or {})
@@ -71,10 +78,10 @@ class Rollouts:
     def expel(self, worker: str, cause: str) -> None:
         self._controller.server.expel(worker, cause)
 
-    def start_engine(self, name: str, instead_of: str) -> None:
+    def start_engine(self, name: str, where: str) -> None:
         run_dir = self._controller._run_dir
         spec = dataclasses.replace(self._controller._spec("w0"), worker_id=name, log_path=str(run_dir.engine_log(name)), role="engine")
-        self._controller._host.add(spec, instead_of)
+        self._controller._host.add(spec, where)
 
     def end_engine(self, name: str) -> None:
         self._controller.server.retire(name, "planned leave")

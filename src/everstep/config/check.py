@@ -455,6 +455,11 @@ def _check_engines(config: Config) -> None:
             f"rollout.colocated=true: each of rollout.engines={rollout.engines} engines of rollout.tp={rollout.tp} devices runs on the device of one of "
             f"{ranks} ranks; use rollout.tp=1 and at most {ranks} engines, or rollout.colocated=false"
         )
+    if rollout.on_spares and (not rollout.engines or not config.layout.spares or rollout.colocated or rollout.tp > 1):
+        raise ConfigError(
+            f"rollout.on_spares=true lets idle spares help rollout.engines (now {rollout.engines}), an engine of one device (rollout.tp={rollout.tp}) on each of "
+            f"layout.spares={config.layout.spares}; set both to 1 or more, rollout.tp=1 and rollout.colocated=false, or leave it out"
+        )
     vllm.check(config)
     if rollout.max_staleness and not rollout.engines:
         raise ConfigError(f"rollout.max_staleness={rollout.max_staleness}: without rollout.engines nobody generates while ranks train; set both")

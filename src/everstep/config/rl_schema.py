@@ -190,6 +190,10 @@ class RolloutConfig(Section):
         False, description="rollout.engines run on the devices of the first ranks, one each, and take turns with training: an engine's weights and cache leave "
         "the device before ranks compute, and ranks give back what engine.offload names while engines generate. False: devices of their own.",
     )
+    on_spares: bool = Field(
+        False, description="The device of an idle spare (layout.spares) generates as well, by an engine beside rollout.engines, which leaves at once when the spare is "
+        "needed as a trainer; what it was at goes on elsewhere.",
+    )
     max_staleness: int = Field(
         0,
         ge=0,

@@ -10,7 +10,7 @@ import copy
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from everstep.cluster.batch import TrainingBatch
@@ -25,14 +25,15 @@ from everstep.telemetry.events import EventLog
 
 _POLL_S = 0.05
 _IDLE_S = 0.2
+_BESIDE = 1000  # numbers of engines on spares' devices begin here
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # before an engine that did not start is started again
 
 
 class Processes(Protocol):
     """What the pool needs of the launcher besides the host."""
 
-    def start_engine(self, name: str, instead_of: str) -> None:
-        """A process for the engine, where the dead one was if that is possible; "": one more. Raises EverstepError if it does not start."""
+    def start_engine(self, name: str, where: str) -> None:
+        """A process for the engine, where the worker ``where`` is or was if that is possible; "": anywhere. Raises EverstepError if it does not start."""
 
     def end_engine(self, name: str) -> None:
         """No death from now on, whatever becomes of it; returns once its process is gone. Raises DeadlineExceeded."""
@@ -57,6 +58,7 @@ class RolloutPool:
         self._calls: dict[Any, tuple[str, float]] = {}
         self._builds = itertools.count(1)
         self._restarts, self._count, self._places = config.engine_restarts, config.engines, places
+        self._beside: dict[int, str] = {}  # engines on the devices of idle spares
         self._coming: set[int] = set()   # numbers of engines that are being started
         self._untried: set[int] = set()  # of them, those that neither started nor failed so far
         self._cause = ""                 # of the last start that failed
@@ -87,23 +89,51 @@ class RolloutPool:
                 if number not in self._coming:
                     self._begin(number, f"e{number}.{next(self._builds)}")
             self._count = engines
-            leaving = [name for name in self._requests.usable if self.number_of(name) >= engines]
+            leaving = [name for name in self._requests.usable if engines <= self.number_of(name) < _BESIDE]
             staying = [name for name in self._requests.usable if name not in leaving]
             for name in leaving:
-                lost = self._requests.gone(name, at_fault=False)
-                self._based.discard(name)
-                self._events.emit("rollout_leave", engine=name, requeued=len(lost))
+                self._leaves(name)
             self._changed.notify_all()
         for name in leaving:
             threading.Thread(target=self._let_go, args=(name,), name=f"leave-{name}", daemon=True).start()
         return {"engines": staying, "leaving": leaving}
+
+    def serve_beside(self, spares: Collection[str]) -> None:
+        """On the devices of exactly these idle spares there is an engine more each (rollout.on_spares), from now on."""
+        for worker in [worker for worker in self._beside.values() if worker not in spares]:
+            self.vacate(worker)
+        with self._changed:
+            for worker in spares:
+                if (number := _BESIDE + int(worker[1:])) not in self._beside and number not in self._coming:
+                    self._beside[number] = worker
+                    self._begin(number, f"e{number}.{next(self._builds)}", beside=worker)
+
+    def vacate(self, worker: str) -> None:
+        """A spare is needed as a trainer: returns once the engine on its device is gone, or did not go in time, which is recorded."""
+        with self._changed:
+            number = _BESIDE + int(worker[1:])
+            if self._beside.pop(number, None) is None:
+                return
+            leaving = [name for name in self._requests.usable if self.number_of(name) == number]
+            for name in leaving:
+                self._leaves(name)
+            self._changed.notify_all()
+        for name in leaving:
+            self._let_go(name)
+        with self._changed:
+            self._changed.wait_for(lambda: number not in self._coming, self._config.call_timeout_s)
+
+    def _leaves(self, name: str) -> None:
+        lost = self._requests.gone(name, at_fault=False)
+        self._based.discard(name)
+        self._events.emit("rollout_leave", engine=name, requeued=len(lost))
 
     def knows(self, worker: str) -> bool:
         return worker in self._requests.engines
 
     @staticmethod
     def number_of(worker: str) -> int:
-        """Which of ``rollout.engines`` it is; one that takes a dead one's place takes its number."""
+        """Which of ``rollout.engines`` it is; one that takes a dead one's place takes its number. Of worker w3's device: 1003."""
         return int(worker.removeprefix("e").partition(".")[0])
 
     def engine_at(self, number: int) -> str | None:
@@ -132,18 +162,18 @@ class RolloutPool:
             self._processes.call_off(self._streams[worker])
 
     def _wanted(self, number: int) -> bool:
-        return not self._closed and number < self._count
+        return not self._closed and (number < self._count or number in self._beside)
 
-    def _begin(self, number: int, name: str, instead_of: str = "") -> None:
+    def _begin(self, number: int, name: str, instead_of: str = "", beside: str = "") -> None:
         self._coming.add(number)
         self._untried.add(number)
-        threading.Thread(target=self._bring, args=(number, name, instead_of), name=f"start-{name}", daemon=True).start()
+        threading.Thread(target=self._bring, args=(number, name, instead_of, beside), name=f"start-{name}", daemon=True).start()
 
-    def _bring(self, number: int, name: str, instead_of: str) -> None:
+    def _bring(self, number: int, name: str, instead_of: str, beside: str) -> None:
         """Start engine ``number``, again and again, later and later, while it fails and rollout.engine_restarts are left."""
         pause_s = _FIRST_PAUSE_S
         try:
-            while (cause := self._start(name, instead_of)) is not None:
+            while (cause := self._start(name, instead_of, beside)) is not None:
                 with self._changed:
                     again = self._restarts > 0 and self._wanted(number)
                     self._restarts -= again
@@ -161,7 +191,7 @@ class RolloutPool:
                 self._coming.discard(number)
                 self._changed.notify_all()
 
-    def _start(self, name: str, instead_of: str) -> str | None:
+    def _start(self, name: str, instead_of: str, beside: str) -> str | None:
         """Why it did not; None if it has, or is not wanted any more."""
         try:
             if instead_of:
@@ -170,7 +200,7 @@ class RolloutPool:
                 if not self._wanted(self.number_of(name)):
                     return None
                 self._requests.starting(name)
-            self._processes.start_engine(name, instead_of)
+            self._processes.start_engine(name, instead_of or beside)
         except Exception as error:  # a fault boundary: whatever a library raises when it starts
             with self._changed:
                 began = name in self._requests.engines

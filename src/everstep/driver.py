@@ -11,16 +11,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from everstep.checkpoint import flushed
 from everstep.checkpoint.choose import Chosen, adopt, choose
 from everstep.checkpoint.manifest import pointed_at, step_of
+from everstep.checkpoint.saving import inner_layout
 from everstep.cluster import environment, torchrun
 from everstep.cluster.group import Group
 from everstep.cluster.host import Host
@@ -35,7 +39,7 @@ from everstep.recipes import dpo, grpo, ppo, sft
 from everstep.recipes.run import Run
 from everstep.recovery import rendezvous
 from everstep.recovery.view import Kind, Record
-from everstep.run_dir import RunDir, check_run_dir, checkpoints_of, open_run_dir, prepare_run_dir
+from everstep.run_dir import RunDir, check_run_dir, checkpoints_of, local_folder, open_run_dir, prepare_run_dir
 from everstep.telemetry import logs
 from everstep.telemetry.console import Console
 from everstep.telemetry.events import EventLog, read_events
@@ -134,6 +138,8 @@ def _run(
             console.note(f"dashboard: {watching.dashboard}")
         on_record = _follow(console, run_dir, config.layout.replicas, ongoing) if console else None
         group = _start_group(config, launcher, run_dir, events, on_record, host, attach)
+        if config.checkpoint.on_interrupt:
+            interrupts.defer = group.interrupt
         if lead:
             watching.follow(run_dir, group.status)
             from_step = group.committed_step if attach else chosen.step
@@ -156,11 +162,15 @@ def _run(
             console.stop()
             events.emit("run_end", status=status)
             _conclude(console, the_run, run_dir, digest)
+            flushed.sweep(run_dir.path, None)
         return 0
     except KeyboardInterrupt as interrupt:
         interrupts.ignored = True
         status = "interrupted"
-        raise Interrupted(f"interrupted by {str(interrupt) or 'a signal'}; the processes were stopped" + _how_to_resume(config)) from None
+        saved = _save_interrupted(config, group, the_run)
+        if group and not saved:
+            group.flush_copies()
+        raise Interrupted(f"interrupted by {str(interrupt) or 'a signal'}; {f'saved {saved}' if saved else 'the processes were stopped'}" + _how_to_resume(config)) from None
     except BelowMinimum as error:
         saved = the_run.save_now() if the_run else None
         message = f"{error}; saved {saved}" if saved else f"{error}{_how_to_resume(config)}"
@@ -170,6 +180,8 @@ def _run(
     except EverstepError as error:
         if events:
             events.emit("error", error=type(error).__name__, message=str(error))
+        if group:
+            group.flush_copies()
         raise
     finally:
         interrupts.ignored = True
@@ -247,11 +259,25 @@ def _enter_again(config: Config, watching: Watching) -> tuple[RunDir, Chosen, Ev
     return run_dir, Chosen("attach"), EventLog(run_dir.events / "lead.jsonl", "lead", watching.alerts.offer)
 
 
+def _choose(config: Config) -> Chosen:
+    """The newest checkpoint, or, with resume=auto or must, copies of the nodes' memory that are newer."""
+    left = None
+    if config.resume in ("auto", "must"):
+        layout = derive.layout(config)
+        left = flushed.newest(local_folder(config.run_dir), layout.ranks_per_replica, inner_layout(layout))
+    chosen = choose(checkpoints_of(config), "auto" if left and not left.cause else config.resume)
+    if left is None or chosen.step >= left.step or left.cause:
+        skipped = [*chosen.skipped, *([(left.folder, left.cause or "the checkpoint is as new")] if left else [])]
+        return dataclasses.replace(chosen, skipped=skipped)
+    return Chosen(config.resume, left.folder, left.step, chosen.skipped)
+
+
 def _prepare(config: Config, clean: bool) -> tuple[RunDir, Chosen]:
-    chosen = choose(checkpoints_of(config), config.resume)  # first: what is refused leaves no folder
+    chosen = _choose(config)  # first: what is refused leaves no folder
     run_dir = prepare_run_dir(config, clean)
+    flushed.sweep(run_dir.path, chosen.path)
     if config.resume != "never":
-        adopt(checkpoints_of(config), chosen)
+        adopt(checkpoints_of(config), dataclasses.replace(chosen, skipped=[s for s in chosen.skipped if not flushed.is_flushed(s[0])]))
     config_files.save(config, run_dir.configs / "resolved.yaml")
     return run_dir, chosen
 
@@ -350,8 +376,19 @@ def _conclude(console: Console, the_run: Run, run_dir: RunDir, digest: str) -> N
         raise InvariantViolated(f"{run_dir.events}: a step or a sample was lost or used twice (see the table)")
 
 
+def _save_interrupted(config: Config, group: Group | None, the_run: Run | None) -> Path | None:
+    """With checkpoint.on_interrupt: a checkpoint of the last committed step, unless there is one; where it is."""
+    if not config.checkpoint.on_interrupt or group is None or the_run is None:
+        return None
+    try:
+        return group.save_interrupted(the_run.saved_step)
+    except EverstepError as error:  # the run ends all the same, and says from where it goes on
+        the_run.note(f"no checkpoint was saved: {error}")
+        return None
+
+
 def _how_to_resume(config: Config) -> str:
-    newest = choose(checkpoints_of(config), "auto")
+    newest = _choose(config.model_copy(update={"resume": "auto"}))
     return f"; continue after step {newest.step} with resume=auto" if newest.path else "; no checkpoint was complete"
 
 
@@ -362,9 +399,13 @@ def _quiet_libraries() -> None:
 
 
 class _Interrupts:
-    """SIGINT and SIGTERM interrupt the main thread, so that everything is shut down in order; during that they are ignored."""
+    """SIGINT and SIGTERM interrupt the main thread, so that everything is shut down in order; during that they are ignored.
+
+    ``defer(name)``: whether the interrupt comes later by itself, at a better moment.
+    """
 
     ignored = False
+    defer: Callable[[str], bool] = staticmethod(lambda name: False)
 
     def __enter__(self) -> _Interrupts:
         self._old = {n: signal.signal(n, self._raise) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -376,5 +417,6 @@ class _Interrupts:
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         # No Exception: code between here and the driver that handles its own errors must not swallow it.
-        if not self.ignored:
-            raise KeyboardInterrupt(signal.Signals(number).name)
+        name = signal.Signals(number).name
+        if not self.ignored and not self.defer(name):
+            raise KeyboardInterrupt(name)

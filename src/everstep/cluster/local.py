@@ -305,6 +305,16 @@ class LocalGroup:
         self.recipe_state = saved.recipe_state
         return saved.recipe_state
 
+    def interrupt(self, name: str) -> bool:
+        return False
+
+    def save_interrupted(self, saved_step: int) -> Path | None:
+        """Refused by the configuration: torchrun ends every rank by itself."""
+        return None
+
+    def flush_copies(self) -> None:
+        """There are none."""
+
     def verify(self) -> str:
         hashes = self._exchange(self._worker.run("state_hash", (), {}))
         return compare_hashes(ranks_of(self.layout), hashes, self.committed_step, self._lead_events)

@@ -245,8 +245,9 @@ EVENTS: dict[str, EventKind] = {
     "delete": _kind("lead", "An older checkpoint was removed.", "path"),
     "memory_copy": _kind(
         "rank",
-        "A copy of this rank's state in its node's memory is whole; `seconds` it stood still for it, `background_s` until it was sealed.",
-        "copy_bytes seconds background_s",
+        "A copy of this rank's state in its node's memory is whole; `seconds` it stood still for it, `background_s` until it was sealed. "
+        "`buddy`: the worker of another node that has it too, after `sent_s`; empty: nobody.",
+        "copy_bytes seconds background_s buddy sent_s",
         step=True,
     ),
     # what is seen by watching

@@ -72,7 +72,7 @@ def interrupted(conf: Config, folder: Path, signals: int = 1) -> str:
     pids = {e.pid for e in read_events(where / "events")}
     listened = set(ports.read_text().split())
     assert len(listened) >= 2 and gone(pids) and not in_use(listened)
-    assert not memory.folder_of(where, 1).exists() and not list(where.glob("*.json")) + list(where.glob("checkpoints/*.partial"))
+    assert not memory.folder_of(where, 1).exists() and not list(where.glob("contro*.json")) + list(where.glob("checkpoints/*.partial"))
     assert [e["status"] for e in read_events(where / "events") if e.event == "run_end"] == ["interrupted"]
     return Path(f"{ports}.said").read_text()
 

@@ -265,7 +265,10 @@ def _choose(config: Config) -> Chosen:
     if config.resume in ("auto", "must"):
         layout = derive.layout(config)
         left = flushed.newest(local_folder(config.run_dir), layout.ranks_per_replica, inner_layout(layout))
-    chosen = choose(checkpoints_of(config), "auto" if left and not left.cause else config.resume)
+    try:
+        chosen = choose(checkpoints_of(config), "auto" if left and not left.cause else config.resume)
+    except BadInput as error:
+        raise BadInput(f"{error}{f'{chr(10)}  {left.folder}: {left.cause}' if left else ''}") from None
     if left is None or chosen.step >= left.step or left.cause:
         skipped = [*chosen.skipped, *([(left.folder, left.cause or "the checkpoint is as new")] if left else [])]
         return dataclasses.replace(chosen, skipped=skipped)

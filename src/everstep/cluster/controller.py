@@ -117,7 +117,8 @@ class Controller:
         # Without recovery the first death leaves fewer replicas than the run needs.
         coordinator = Coordinator(
             log.incarnation, 0, recovery.min_replicas if recovery.enabled else self.layout.replicas, Mode(recovery.mode),
-            recovery.standby_links_up_to if recovery.enabled else 0, recovery.quarantine_after,
+            recovery.standby_links_up_to if recovery.enabled else 0, recovery.quarantine_after, recovery.non_finite == "stop",
+            rotates=config.semisync.method == "none",
         )
         token = self._token = secrets.token_hex(16)
         listener = Listener(

@@ -38,6 +38,12 @@ class RecoveryConfig(Section):
         "are listed as dropped. A process counts that ended by itself; fault injection and silence do not. Needs as many replicas and "
         "spares besides, to survive that. 0: no limit.",
     )
+    non_finite: Literal["skip", "stop"] = Field(
+        "skip",
+        description="A step whose loss or gradient is not finite is computed once more, slot by slot and by other replicas than before, to "
+        "tell a device's fault from bad data. If it is not finite again: `skip` it, with its samples listed and the weights unchanged, or "
+        "`stop` the run (exit code 3).",
+    )
     min_replicas: int = Field(
         1,
         ge=1,

@@ -231,7 +231,11 @@ class Desk:
             if self._closed or self.failure:
                 return
             try:
-                records = decide()
+                try:
+                    records = decide()
+                finally:
+                    for finding in self.coordinator.take_findings():
+                        self._events.emit("non_finite", step=finding.step, epoch=finding.epoch, **finding.fields())
                 for record in records:
                     message = {"type": "record", "record": record.to_json()}
                     if record.kind is not Kind.BUILD:

@@ -188,6 +188,8 @@ class Transaction:
                         )
                     return self._finish(work, decision.outcome, total, attempts, sent_bytes)
                 self.holds = None
+                if not _is_finite(total):
+                    ledger.look_closely()
                 self._void(record, work.step, decision.cause)
         finally:
             self.holds = None
@@ -346,7 +348,8 @@ class Transaction:
                    divisor=total.divisor, finite=finite, grad_norm=total.grad_norm, digest=digest)
         bits = struct.unpack("<q", struct.pack("<d", total.grad_norm))[0]
         self.holds = None if self._behind else (work.step, view.epoch)
-        self._control.vote(Vote(self._worker, work.step, view.epoch, digest, total.divisor, bits, finite, not self._behind, slots))
+        self._control.vote(Vote(self._worker, work.step, view.epoch, digest, total.divisor, bits, finite, not self._behind, slots,
+                                () if finite else ledger.spoiled()))
 
     def _finish(self, work: Work, outcome: Outcome, total: Total, attempts: int, sent_bytes: int) -> StepReport:
         self._enter(Phase.APPLY, work.step)

@@ -117,6 +117,14 @@ EVENTS: dict[str, EventKind] = {
         step=True,
         epoch=True,
     ),
+    "non_finite": _kind(
+        "lead",
+        "The total of a step was not finite: because of which `slots` and `samples`, computed by which `ranks` (REPLICA/RANK). `verdict`: "
+        "again (it is computed once more, by others), transient (it was finite then), data (the same slots, by other ranks), unclear.",
+        "verdict slots ranks samples",
+        step=True,
+        epoch=True,
+    ),
     "apply": _kind("rank", "The optimizer applied the committed total.", "replica rank", step=True, epoch=True),
     "skip": _kind("rank", "The rank passed over a commit of kind skip.", "replica rank", step=True, epoch=True),
     "drop": _kind("lead", "Samples that will never be used, and why.", "samples reason"),

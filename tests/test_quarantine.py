@@ -82,7 +82,7 @@ def not_a_number() -> None:
 @pytest.mark.parametrize("exact", ["false", pytest.param("true", marks=pytest.mark.full)])
 @pytest.mark.parametrize("then", ["skip", "stop"])
 def test_bad_data_is_told_from_a_fault_and_skipped_or_the_run_stops(then, exact, tmp_path: Path):
-    conf = config(SFT, tmp_path / "run", "layout.replicas=2", "layout.spares=0", "sft.steps=5", "train.micro_batch_size=4", "sft.samples_per_step=32",
+    conf = config(SFT, tmp_path / "run", "layout.replicas=2", "layout.spares=0", "sft.steps=6", "train.micro_batch_size=4", "sft.samples_per_step=32",
                   "checkpoint.at_end=false", "faults=[]", f"recovery.exact={exact}", f"recovery.non_finite={then}")
     host = functools.partial(ForkedHost, prepare=not_a_number)
     if then == "stop":
@@ -91,7 +91,7 @@ def test_bad_data_is_told_from_a_fault_and_skipped_or_the_run_stops(then, exact,
     else:
         run = finish(conf, host=host)
         assert not [f for f in check(run.folder) if f.held is False]
-        assert [c["kind"] for c in run.kind("commit")] == ["apply"] * 2 + ["skip"] + ["apply"] * 2
+        assert [c["kind"] for c in run.kind("commit")] == ["apply"] * 2 + ["skip"] + ["apply"] * 3
     again, found = [e for e in read_events(tmp_path / "run" / "events") if e.event == "non_finite"]
     assert (again["verdict"], found["verdict"], found.step) == ("again", "data", STEP)
     assert found["slots"] == [SLOT] and len(found["samples"]) == 4 and found["ranks"] == ["1/0"]  # dealt to 0 the first time
@@ -100,7 +100,7 @@ def test_bad_data_is_told_from_a_fault_and_skipped_or_the_run_stops(then, exact,
 
 @pytest.mark.full
 def test_a_transient_fault_names_the_rank_and_costs_one_attempt(tmp_path: Path):
-    run = finish(config(SFT, tmp_path / "run", "layout.replicas=2", "layout.spares=0", "sft.steps=5", "checkpoint.at_end=false",
+    run = finish(config(SFT, tmp_path / "run", "layout.replicas=2", "layout.spares=0", "sft.steps=6", "checkpoint.at_end=false",
                         "recovery.non_finite=stop", f"faults=[{{step: {STEP}, kind: nan, replica: 1}}]"), host=ForkedHost)
     assert [(e["verdict"], e["ranks"]) for e in run.kind("non_finite")] == [("again", ["1/0"]), ("transient", ["1/0"])]
     assert all(c["kind"] == "apply" for c in run.kind("commit"))

@@ -293,7 +293,7 @@ class Desk:
                     self._events.emit("rollback", step=record.step, epoch=view.epoch.key, members=members, cause=record.cause)
                 self._events.emit("view", step=view.committed, epoch=view.epoch.key, members=members,
                                   healing=sorted(view.healing), cause=record.cause, deal=view.deal.number,
-                                  dealt=list(view.deal.replicas), quarantined=list(view.quarantined))
+                                  dealt=list(view.deal.replicas), shift=view.deal.shift, quarantined=list(view.quarantined))
                 self._healing = view.healing
             case Kind.HALT:
                 self._events.emit("halt", step=view.committed, epoch=view.epoch.key, members=members, cause=record.cause)

@@ -151,7 +151,7 @@ EVENTS: dict[str, EventKind] = {
     # membership
     "view": _kind(
         "lead",
-        "A new view is in force. `dealt`: among whom the step's slots are divided; a new `deal` number empties all ledgers. "
+        "A new view is in force. `dealt`: among whom the step's slots are divided (`shift`: by so many places otherwise than usual); a new `deal` number empties all ledgers. "
         "`quarantined`: slots of the step that nobody computes any more.",
         "members cause deal dealt",
         epoch=True,

@@ -47,7 +47,7 @@ def test_readme_commands_exist() -> None:
                 assert target in targets, words
             case ["everstep", command, *arguments]:
                 assert command in known, words
-                for word in arguments:
+                for word in arguments[: arguments.index(">") if ">" in arguments else None]:  # what follows it is written, not read
                     if word.endswith(".yaml"):
                         assert (ROOT / word).is_file(), words
 

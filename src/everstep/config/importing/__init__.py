@@ -13,10 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from everstep.config.explain import show
 from everstep.config.importing import ray_example, siirl, torchtitan, twinkle
 from everstep.config.importing.option import Given, Option, Untranslatable
 from everstep.config.importing.reading import read
-from everstep.config.explain import show
 from everstep.config.load import from_tree
 from everstep.config.writing import commented, nested
 from everstep.errors import BadInput, ConfigError

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from everstep.config.explain import show
 from everstep.config.importing import SYSTEMS
 from everstep.config.importing.option import Option
-from everstep.config.explain import show
 
 _HEAD = """<!-- Made by `make docs`; edit src/everstep/config/importing instead. -->
 

@@ -17,10 +17,10 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from everstep.checkpoint.choose import Chosen, adopt, choose
-from everstep.checkpoint.storage import local_folder
+from everstep import attempt
+from everstep.checkpoint.choose import Chosen, choose
 from everstep.cluster import environment, torchrun
 from everstep.cluster.group import Group
 from everstep.cluster.host import Host
@@ -34,12 +34,15 @@ from everstep.errors import EverstepError, Interrupted, InvariantViolated
 from everstep.recipes import grpo, sft
 from everstep.recipes.run import Run
 from everstep.recovery.view import Kind, Record
-from everstep.run_dir import RunDir, check_run_dir, prepare_run_dir
+from everstep.run_dir import RunDir, check_run_dir
 from everstep.telemetry.console import Console
 from everstep.telemetry.events import EventLog, read_events
 from everstep.telemetry.metrics import Metrics
 from everstep.telemetry.recoveries import account, recoveries
 from everstep.telemetry.report import reward_curve, summary_table
+
+if TYPE_CHECKING:
+    from everstep.cluster.local import Entry
 
 RECIPES = {"sft": sft.train, "grpo": grpo.train}
 
@@ -54,16 +57,18 @@ def launch(config: Config | str | os.PathLike[str], overrides: Sequence[str] = (
     _quiet_libraries()
     if not isinstance(config, Config):
         config = config_files.load_config(os.fspath(config), overrides)
+    config = environment.placed(config)
     check(config)
-    check_run_dir(config, clean)
     launcher = environment.detect_launcher(config)
-    run_dir, chosen, events = _enter(config, clean, launcher)
-    group = _start_group(config, launcher, run_dir, events, None)
+    if launcher == "ray":
+        check_run_dir(config, clean)
+    run_dir, chosen, events, entry = _enter(config, clean, launcher)
+    group = _start_group(config, launcher, run_dir, events, None, entry)
     if chosen.path:
         try:
             group.load(chosen.path)
         except BaseException:
-            group.close()
+            group.close("failed")
             raise
     return group
 
@@ -77,11 +82,13 @@ def run(
     starts the workers, in the place of Ray.
     """
     _quiet_libraries()
+    config = environment.placed(config)
     launcher = environment.detect_launcher(config)
     inside = environment.inside_torchrun()
     if launcher == "ray" or not inside or os.environ.get("RANK") == "0":
         check(config)
-        check_run_dir(config, clean)
+        if config.replica.id is None:  # else the lighthouse looks: only it knows whether the run goes on
+            check_run_dir(config, clean)
     if launcher == "local" and not inside:
         check_data(config)
         return torchrun.launch(config, program, lambda text: print(f"everstep: {text}", file=sys.stderr))
@@ -89,31 +96,50 @@ def run(
         return _run(config, check_data(config), launcher, clean, interrupts, host)
 
 
+def run_replicas(config: Config, program: Sequence[str], clean: bool) -> int:
+    """All replicas of ``config`` on this machine, each a torchrun of its own, under a lighthouse; returns 0. Raises EverstepError."""
+    from everstep.cluster.up import up
+
+    _quiet_libraries()
+    config = environment.placed(config.model_copy(update={"launcher": "local"}))
+    check(config.model_copy(update={"replica": config.replica.model_copy(update={"id": 0})}))
+    check_run_dir(config, clean)
+    check_data(config)
+    return up(config, program, lambda text: print(f"everstep: {text}", file=sys.stderr))
+
+
 def _run(
     config: Config, data: PreparedData, launcher: str, clean: bool, interrupts: _Interrupts, host: Callable[[Config], Host] | None
 ) -> int:
-    run_dir, chosen, events = _enter(config, clean, launcher)
-    lead = events is not None
+    run_dir, chosen, events, entry = _enter(config, clean, launcher)
+    lead = events is not None or (entry is not None and entry.head is not None)  # or may come to be it
     console = Console(config.telemetry.progress, title=config.recipe) if lead else None
     metrics: Metrics | None = None
+    own_events = events
+    the_run: Run | None = None
     group: Group | None = None
     status = "failed"
     try:
         if console:
-            _introduce(console, config, data, run_dir, chosen, launcher)
+            _introduce(console, config, data, run_dir, chosen, launcher, entry)
         on_record = _follow(console, run_dir, config.layout.replicas) if console else None
-        group = _start_group(config, launcher, run_dir, events, on_record, host)
-        if lead:
+        group = _start_group(config, launcher, run_dir, events, on_record, entry, host)
+        open_metrics: Callable[[int], Metrics] | None = None
+        if launcher == "ray":
             metrics = Metrics(run_dir.path, config.telemetry.tensorboard, from_step=chosen.step)
+        elif lead:
+            own_events = group.events  # type: ignore[attr-defined]
+            open_metrics = lambda step: Metrics(run_dir.path, config.telemetry.tensorboard, from_step=step - 1)
         if chosen.path:
             group.load(chosen.path)
-        the_run = Run(config, group, data, console, metrics, events)
+        the_run = Run(config, group, data, console, metrics, own_events, open_metrics=open_metrics)
         RECIPES[config.recipe](the_run)
         digest = group.verify()
         status = "done"
-        if console and events:
+        if console and group.is_lead:
             console.stop()
-            events.emit("run_end", status=status)
+            if events:
+                events.emit("run_end", status=status)
             _conclude(console, the_run, run_dir, digest)
         return 0
     except KeyboardInterrupt as interrupt:
@@ -121,8 +147,8 @@ def _run(
         status = "interrupted"
         raise Interrupted(f"interrupted by {str(interrupt) or 'a signal'}; the processes were stopped" + _how_to_resume(config, run_dir)) from None
     except EverstepError as error:
-        if events:
-            events.emit("error", error=type(error).__name__, message=str(error))
+        if own_events:
+            own_events.emit("error", error=type(error).__name__, message=str(error))
         raise
     finally:
         interrupts.ignored = True
@@ -131,10 +157,14 @@ def _run(
                 last_first.callback(events.close)
                 if status != "done":
                     last_first.callback(events.emit, "run_end", status=status)
-            if metrics:
+            if the_run and the_run.metrics:
+                last_first.callback(the_run.metrics.close)
+            elif metrics:
                 last_first.callback(metrics.close)
+            if group is None and entry and entry.lighthouse:
+                last_first.callback(entry.lighthouse.close, status)
             if group:
-                last_first.callback(group.close)
+                last_first.callback(group.close, status)
                 if console and group.unfired_faults:
                     last_first.callback(console.note, f"faults that never fired: {'; '.join(group.unfired_faults)}")
             if console:
@@ -144,45 +174,22 @@ def _run(
 # -- parts -------------------------------------------------------------------------------------------------------------------
 
 
-def _enter(config: Config, clean: bool, launcher: str) -> tuple[RunDir, Chosen, EventLog | None]:
-    """The run's folder and the checkpoint to start from. Under torchrun one rank prepares, the others are told."""
-    if launcher == "ray":
-        run_dir, chosen = _prepare(config, clean)
-    else:
-        import torch.distributed as dist
+def _enter(config: Config, clean: bool, launcher: str) -> tuple[RunDir, Chosen, EventLog | None, Entry | None]:
+    """The run's folder and the checkpoint to start from; the controller's log, or how this rank of torchrun comes into the run."""
+    if launcher == "local":
+        from everstep.cluster import local
 
-        from everstep.cluster.local import join_world
-
-        env = join_world(config)
-        shared: list[Any] = [None]
-        if env.rank == 0:
-            try:
-                shared = [_prepare(config, clean)]
-            except EverstepError as error:
-                shared = [error]
-        dist.broadcast_object_list(shared)
-        if isinstance(shared[0], EverstepError):
-            raise shared[0]
-        run_dir, chosen = shared[0]
-        if env.rank != 0:
-            return run_dir, chosen, None
+        entry = local.enter(config, clean)
+        return entry.run_dir, entry.chosen, None, entry
+    run_dir, chosen = attempt.prepare(config, clean)
     events = EventLog(run_dir.events / "lead.jsonl", "lead")
     events.emit("run_start", step=chosen.step, attempt=run_dir.attempt, recipe=config.recipe, launcher=launcher,
                 replicas=config.layout.replicas, spares=config.layout.spares)
-    return run_dir, chosen, events
-
-
-def _prepare(config: Config, clean: bool) -> tuple[RunDir, Chosen]:
-    chosen = choose(local_folder(config.run_dir) / "checkpoints", config.resume)  # first: what is refused leaves no folder
-    run_dir = prepare_run_dir(config, clean)
-    if config.resume != "never":
-        adopt(run_dir.checkpoints, chosen)
-    config_files.save(config, run_dir.configs / "resolved.yaml")
-    return run_dir, chosen
+    return run_dir, chosen, events, None
 
 
 def _start_group(
-    config: Config, launcher: str, run_dir: RunDir, events: EventLog | None, on_record: Any,
+    config: Config, launcher: str, run_dir: RunDir, events: EventLog | None, on_record: Any, entry: Entry | None,
     host: Callable[[Config], Host] | None = None,
 ) -> Group:
     if launcher == "ray":
@@ -192,7 +199,8 @@ def _start_group(
         return Controller(config, run_dir, events, (host or _ray_host)(config), on_record)
     from everstep.cluster.local import LocalGroup
 
-    return LocalGroup(config, run_dir, events)
+    assert entry is not None
+    return LocalGroup(config, entry)
 
 
 def _ray_host(config: Config) -> Host:
@@ -222,7 +230,9 @@ def _follow(console: Console, run_dir: RunDir, replicas: int) -> Any:
     return on_record
 
 
-def _introduce(console: Console, config: Config, data: PreparedData, run_dir: RunDir, chosen: Chosen, launcher: str) -> None:
+def _introduce(
+    console: Console, config: Config, data: PreparedData, run_dir: RunDir, chosen: Chosen, launcher: str, entry: Entry | None
+) -> None:
     sizes = config.layout
     console.note(
         f"{config.recipe} of {config.model.path}, launcher {launcher}: {sizes.replicas} replicas of "
@@ -234,7 +244,7 @@ def _introduce(console: Console, config: Config, data: PreparedData, run_dir: Ru
         if dataset and dataset.dropped:
             console.note(f"{dataset.key}: {len(dataset.dropped)} records left out, the first: {dataset.dropped[0].reason}")
     if config.resume != "never":
-        console.note(chosen.explain())
+        console.note(entry.explained if entry else chosen.explain())
     console.note("starting the processes")
 
 

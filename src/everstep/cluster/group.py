@@ -2,7 +2,8 @@
 
 ``launcher=ray`` (:mod:`everstep.cluster.controller`): the recipe runs once, in the controller. ``launcher=local``
 (:mod:`everstep.cluster.local`): the recipe runs in every rank, each call does this rank's part, and results are exchanged so
-that every rank sees the same ones. A recipe written against this module cannot tell the difference.
+that every rank sees the same ones. A recipe written against this module cannot tell the difference, as long as what it does depends on
+nothing but its configuration, its state and the results of its calls.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Group(Protocol):
 
     config: Config
     layout: Layout
+    bookmarked: dict[str, Any]    # what was last marked, in a life that joined a running recipe; else empty
     recipe_state: dict[str, Any]  # what a recipe saved with the checkpoint that was loaded; empty before load()
     dispatch_bytes: int           # sent to the workers for calls and steps so far
     dispatch_seconds: float       # spent in sending it
@@ -84,5 +86,9 @@ class Group(Protocol):
     def status(self) -> dict[str, Any]:
         """Replicas, spares, epoch, committed step, and what each rank last reported."""
 
-    def close(self) -> None:
-        """Stop every process of the group."""
+    def mark(self, state: dict[str, Any]) -> None:
+        """The recipe could go on from here with ``state`` (JSON) and the calls that follow: a replica that joins later does
+        (launcher local)."""
+
+    def close(self, status: str = "done") -> None:
+        """Stop every process of the group. ``status``: how the run ended (done, failed, interrupted)."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from everstep.recovery.healing import Healing
 from everstep.recovery.ledger import Contribution
 from everstep.recovery.link import Link, Links
 from everstep.recovery.replica import ReplicaWorld
+from everstep.recovery.store import RunStore
 from everstep.recovery.transaction import StepReport, Total, Transaction
 from everstep.recovery.victim import Victim
 from everstep.recovery.view import Kind, Record
@@ -149,7 +150,7 @@ class Worker:
     ):
         self.config, self.worker_id, self.device, self.control, self.events = config, worker_id, device, control, events
         self._store_address = store_address
-        self._store: dist.Store | None = None
+        self.store = RunStore(self._open_store)  # for questions that are answered at once
         self._source = source.resolve(config.model)
         self._tokenizer: Any = None
         self._rollout: TransformersRollout | None = None
@@ -161,6 +162,7 @@ class Worker:
         self._kept: Kept | None = None
         self._entered = threading.Event()  # a view has included this worker in its present formation
         self.layout = derive.layout(config)
+        self.on_expelled: Callable[[], None] = self._abort_collectives  # this life is no member any more; on the control thread
         self.victim = Victim(worker_id, events, control.fault_word, lambda: "step {}, {}".format(*control.where))
         control.on_record, control.on_fenced = self._on_record, self._fenced
         control.on_order, control.on_phase = self.victim.obey, self.victim.enter
@@ -266,7 +268,7 @@ class Worker:
         self._links = Links(build, self.config.recovery.link_timeout_s)
         world = ReplicaWorld(str(replica), size, self.config.recovery.step_timeout_s, self._is_broken)
         healing = Healing(
-            replica, rank, self.store, self.control.local_host, self._state, self.config.recovery.heal_timeout_s, self.events
+            replica, rank, cast(dist.Store, self.store), self.control.local_host, self._state, self.config.recovery.heal_timeout_s, self.events
         )
         self._transaction = Transaction(
             self.config.recovery, replica, formation.build, rank, self.worker_id, self.control, self._links, world, healing,
@@ -290,13 +292,6 @@ class Worker:
         state.engine.close()
         self.events.emit("release", replica=formation.replica, rank=formation.rank)
 
-    @property
-    def store(self) -> dist.Store:
-        """For questions that are answered at once."""
-        if self._store is None:
-            self._store = self._open_store()
-        return self._store
-
     def _open_store(self) -> dist.Store:
         """A connection of its own for whoever waits in the store: the client serves one call at a time."""
         host, port = self._store_address
@@ -316,8 +311,12 @@ class Worker:
                 links.build_in_background(record, lambda: self.control.build_after(number), lambda: self.control.link_ready(name))
         elif member and (member.replica, member.build) == formation.life:
             self._entered.set()
-        elif self._entered.is_set() and self.device.type == "cuda" and self._state:
-            # A NCCL collective whose peer died spins for ever (gloo's raises). Not on this thread: it must go on listening.
+        elif self._entered.is_set():
+            self.on_expelled()
+
+    def _abort_collectives(self) -> None:
+        """A NCCL collective whose peer died spins for ever (gloo's raises). Not on the control thread: it must go on listening."""
+        if self.device.type == "cuda" and self._state:
             threading.Thread(target=self._state.engine.abort, name="abort", daemon=True).start()
 
     def _fenced(self, cause: str) -> None:

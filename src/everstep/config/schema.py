@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
@@ -503,6 +503,64 @@ class LocalConfig(Section):
         le=65535,
         description="Port of torchrun's rendezvous for `launcher=local`; 0: a free one.",
     )
+    max_restarts: int = Field(
+        10,
+        ge=0,
+        description="Times that torchrun starts the ranks of one replica anew after a death, where there are several replicas.",
+    )
+    restart_delay_s: float = Field(
+        1.0,
+        ge=0,
+        description="Seconds before such a start; twice as long each time a replica dies within a minute of the one before, up to a minute.",
+    )
+
+
+class ReplicaConfig(Section):
+    id: int | None = Field(
+        None,
+        ge=0,
+        description="Which replica the processes of this command are, for `launcher=local` with several (REPLICA_GROUP_ID). Each is started "
+        "by a command of its own and found through a lighthouse; `everstep up` starts them all on one machine.",
+    )
+    count: int | None = Field(
+        None,
+        ge=1,
+        description="Number of replicas; another name for layout.replicas, for commands that start one replica each.",
+    )
+
+
+class LighthouseConfig(Section):
+    address: str = Field(
+        "",
+        description="Of the lighthouse, http://HOST:PORT; empty: TORCHFT_LIGHTHOUSE, else http://127.0.0.1:29510.",
+    )
+    wait_s: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds that a replica waits for the lighthouse to answer (at the start, and if it died), that the start waits for "
+        "enough replicas, and that a run with too few waits for others.",
+    )
+    min_replicas: int = Field(
+        1,
+        ge=1,
+        description="Replicas that begin a run; the run also needs recovery.min_replicas (`everstep up`; torchft's min_replicas).",
+    )
+    join_timeout_ms: int = Field(
+        10_000,
+        ge=1,
+        description="Milliseconds that the start of a run waits for replicas that send heartbeats but have not asked for a quorum "
+        "(`everstep up`; torchft's join_timeout_ms). Nobody waits for who comes later.",
+    )
+    quorum_tick_ms: int = Field(
+        100,
+        ge=1,
+        description="Milliseconds between looks at the quorum (`everstep up`; torchft's quorum_tick_ms).",
+    )
+    heartbeat_timeout_ms: int = Field(
+        5000,
+        ge=1,
+        description="Milliseconds without a heartbeat after which torchft counts a replica out (`everstep up`; torchft's heartbeat_timeout_ms).",
+    )
 
 
 class Config(Section):
@@ -513,7 +571,7 @@ class Config(Section):
     )
     launcher: Literal["auto", "ray", "local"] = Field(
         "auto",
-        description="`ray`: controller and actors; `local`: torchrun, one replica; auto: local under torchrun, else ray.",
+        description="`ray`: controller and actors; `local`: torchrun, one instance for each replica; auto: local under torchrun, else ray.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if a device is present.")
     seed: int = Field(0, ge=0, description="Seed of data order, initialisation, dropout and sampling.")
@@ -547,3 +605,18 @@ class Config(Section):
     telemetry: TelemetryConfig = TelemetryConfig()
     ray: RayConfig = RayConfig()
     local: LocalConfig = LocalConfig()
+    replica: ReplicaConfig = ReplicaConfig()
+    lighthouse: LighthouseConfig = LighthouseConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_number_of_replicas(cls, given: Any) -> Any:
+        """``replica.count`` is ``layout.replicas`` under another name."""
+        if not isinstance(given, dict) or not isinstance(given.get("replica"), dict):
+            return given
+        count, layout = given["replica"].get("count"), given.get("layout") or {}
+        if count is None or not isinstance(layout, dict):
+            return given
+        if layout.get("replicas", count) != count:
+            raise ValueError(f"replica.count={count} and layout.replicas={layout['replicas']} are two names of one number; give one of them")
+        return given | {"layout": layout | {"replicas": count}}

@@ -17,8 +17,8 @@ from everstep.telemetry.metrics import Metrics
 
 @dataclass
 class Run:
-    """One run of a recipe. Only the lead process has a console and writes metrics; the others have None.
-    """
+    """One run of a recipe. Only processes that may be the lead have a console and metrics (``open_metrics``: at the first line, from
+    its step on), and only the one that is uses them."""
 
     config: Config
     group: Group
@@ -27,9 +27,12 @@ class Run:
     metrics: Metrics | None
     events: EventLog | None
     summary: dict[str, float] = field(default_factory=dict)  # numbers for the closing table, by name
+    open_metrics: Callable[[int], Metrics] | None = None
 
     def __post_init__(self) -> None:
         self._saved_step = self._verified_step = self.group.committed_step  # of the checkpoint that the run resumed from
+        if marked := self.group.bookmarked:
+            self._saved_step, self._verified_step, self.summary = marked["saved"], marked["verified"], dict(marked["summary"])
         self._dispatched = (0, 0.0)
 
     @property
@@ -42,12 +45,16 @@ class Run:
             self.console.start(total, unit, done)
 
     def note(self, text: str) -> None:
-        if self.console:
+        if self.console and self.group.is_lead:
             self.console.note(text)
 
     def log(self, step: int, metrics: dict[str, float], show_at: int | None = None) -> None:
         """Record metrics of a global step; ``show_at``: also a line of progress, with this number."""
         metrics = metrics | self._dispatch_metrics()
+        if not self.group.is_lead:
+            return
+        if self.metrics is None and self.open_metrics:
+            self.metrics = self.open_metrics(step)
         if self.metrics:
             self.metrics.log(step, metrics)
         if self.events:
@@ -58,17 +65,19 @@ class Run:
             self.console.strength(len(status["replicas"]), self.config.layout.replicas, status["spares"])
 
     def completions(self, shown: Sequence[Completion]) -> None:
-        if self.console and shown:
+        if self.console and shown and self.group.is_lead:
             self.console.completions(shown)
 
     def save_if_due(self, state: Callable[[], dict[str, Any]], last: bool = False) -> None:
-        """Checkpoint after every ``checkpoint.every_steps`` committed steps, and at the end (``checkpoint.at_end``)."""
+        """Checkpoint after every ``checkpoint.every_steps`` committed steps, and at the end (``checkpoint.at_end``). Called where the
+        recipe, begun with ``state``, would go on: a replica that joins begins there."""
         step, every = self.group.committed_step, self.config.checkpoint.every_steps
         due = (every > 0 and step - self._saved_step >= every) or (last and self.config.checkpoint.at_end)
         if due and step != self._saved_step:
             path = self.group.save(state())
             self._saved_step = step
             self.note(f"saved {path}")
+        self.group.mark({"recipe": state(), "saved": self._saved_step, "verified": self._verified_step, "summary": self.summary})
 
     def _dispatch_metrics(self) -> dict[str, float]:
         """What the worker calls since the last line of metrics cost beside the workers' own time."""

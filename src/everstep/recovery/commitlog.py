@@ -22,10 +22,15 @@ from everstep.recovery.view import Kind, Record
 
 @dataclass(frozen=True)
 class Past:
-    """What an existing record says: the last incarnation and the last committed step (0: none)."""
+    """What an existing record says: the last incarnation and the last committed step (0: none), the records of that incarnation's
+    run that are of use to a coordinator that goes on with it (the last ones; none if the run was closed in order)."""
 
     incarnation: int
     committed: int
+    open_records: tuple[Record, ...] = ()
+
+
+RECENT = 64  # records that a member may have missed while there was no coordinator are far fewer
 
 
 def _line(body: dict[str, Any]) -> bytes:
@@ -52,8 +57,9 @@ def read(path: Path) -> tuple[list[dict[str, Any]], int]:
 class CommitLog:
     """Raises BadInput if another coordinator holds the lease of this run."""
 
-    def __init__(self, path: Path, start_at: int | None = None):
-        """``start_at``: the committed step the run starts from (a checkpoint); entries of later steps are of an abandoned past."""
+    def __init__(self, path: Path, start_at: int | None = None, go_on: bool = False):
+        """``start_at``: the committed step the run starts from (a checkpoint); entries of later steps are of an abandoned past.
+        ``go_on``: the members of the last incarnation live, and this one goes on where it ended."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -67,14 +73,22 @@ class CommitLog:
         entries, intact = read(path)
         os.ftruncate(self._fd, intact)
         commits = [e["step"] for e in entries if e["kind"] == Kind.COMMIT]
-        self.past = Past(max((e["incarnation"] for e in entries), default=0), commits[-1] if commits else 0)
+        kinds = [e["kind"] for e in entries]
+        began = max((i for i, kind in enumerate(kinds) if kind in ("open", "close")), default=0)
+        records = [Record.from_json(e) for e in entries[began:] if e["kind"] in (Kind.VIEW, Kind.COMMIT)]
+        self.past = Past(max((e["incarnation"] for e in entries), default=0), commits[-1] if commits else 0, tuple(records[-RECENT:]))
         self.incarnation = self.past.incarnation + 1
-        self._append({"kind": "open", "incarnation": self.incarnation, "committed": start_at or 0})
+        kind = "resume" if go_on else "open"
+        self._append({"kind": kind, "incarnation": self.incarnation, "committed": self.past.committed if go_on else start_at or 0})
 
     def write(self, record: Record) -> None:
         """Returns once the record is on disk."""
         body = record.to_json() | {"incarnation": self.incarnation}
         self._append(body)
+
+    def end(self) -> None:
+        """The run ended in order: nobody shall go on with it."""
+        self._append({"kind": "close", "incarnation": self.incarnation})
 
     def _append(self, body: dict[str, Any]) -> None:
         line = _line(body)
@@ -85,3 +99,10 @@ class CommitLog:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def is_open(path: Path) -> bool:
+    """Whether the record is of a run that was not ended in order, so that members of it may live."""
+    entries, _ = read(path)
+    kinds = [entry["kind"] for entry in entries]
+    return bool(kinds) and kinds[-1] != "close" and any(kind in (Kind.VIEW, Kind.COMMIT) for kind in kinds)

@@ -3,6 +3,9 @@
 The main thread never waits without a deadline; a lost coordinator ends every wait with :class:`CoordinatorLost`. Lost is one
 whose connection ended, and one from which nothing came for ``fence_s`` (its heartbeats come more often): this rank may have been
 expelled without being told, so it says and contributes nothing more.
+
+A coordinator that comes back where it was (``seek_s``, launcher local under a lighthouse) is waited for: nothing commits meanwhile,
+what was said in vain is said again under the view that it publishes, and whoever was expelled in the meantime is told so.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-from everstep.errors import CoordinatorLost, DeadlineExceeded, Fenced
+from everstep import errors
+from everstep.errors import CoordinatorLost, DeadlineExceeded, EverstepError, Fenced
 from everstep.recovery import wire
 from everstep.recovery.view import Epoch, Kind, Record, View, Vote
 
@@ -24,19 +28,31 @@ from everstep.recovery.view import Epoch, Kind, Record, View, Vote
 _WAITING = (os.path.join("torch", "distributed"), os.path.join("recovery", "link.py"), os.path.join("recovery", "replica.py"))
 
 
+_SEEK_EVERY_S = 0.2
+
+
+class Refused(wire.Closed):
+    """The coordinator that answered will not have this rank back."""
+
+
 class Control:
     """``on_record`` is called on the receiving thread for every record, in order, ``on_order`` for every order of fault injection;
     they must not block on the main thread. ``on_phase(step, phase)`` is called on the main thread once a phase has been told,
     ``on_fenced(cause)`` on a thread of its own when the coordinator falls silent.
 
-    ``fence_s``: seconds of silence after which the coordinator is lost; None: never (it lives in this process).
+    ``fence_s``: seconds of silence after which the coordinator is lost; None: never (it lives in this process). ``seek_s``: seconds for
+    which a coordinator that is gone is looked for at its address, before it is lost.
     """
 
     def __init__(
         self, address: tuple[str, int], token: str, worker: str, heartbeat_s: float, connect_timeout_s: float = 30.0,
-        fence_s: float | None = None,
+        fence_s: float | None = None, seek_s: float = 0.0,
     ):
         self.worker = worker
+        self._address, self._token, self._connect_timeout_s, self._seek_s = address, token, connect_timeout_s, seek_s
+        self._closing = False
+        self._away = False  # the coordinator is gone, and looked for
+        self._verdict: EverstepError | None = None  # how the coordinator said that the run ends
         self.on_record: Callable[[Record], None] = lambda record: None
         self.on_order: Callable[[dict[str, Any]], None] = lambda message: None
         self.on_phase: Callable[[int, str], None] = lambda step, phase: None
@@ -50,13 +66,21 @@ class Control:
         self._send_lock = threading.Lock()
         self._progress: dict[str, Any] = {"type": "progress", "step": 0, "phase": "idle", "detail": {}}
         self._lost: str | None = None
-        self._socket = socket.create_connection(address, timeout=connect_timeout_s)
-        wire.tune(self._socket)
-        self._socket.settimeout(None)
+        self._socket = self._connect()
         self.local_host: str = self._socket.getsockname()[0]  # the address of this machine that the others can reach
-        wire.send(self._socket, {"token": token, "worker": worker, "pid": os.getpid(), "host": socket.gethostname()})
         threading.Thread(target=self._receive_loop, name="control-receive", daemon=True).start()
         threading.Thread(target=self._heartbeat_loop, name="control-heartbeat", daemon=True).start()
+
+    def _connect(self) -> socket.socket:
+        """Raises OSError, wire.Closed."""
+        sock = socket.create_connection(self._address, timeout=self._connect_timeout_s)
+        wire.tune(sock)
+        sock.settimeout(None)
+        hello = {"token": self._token, "worker": self.worker, "pid": os.getpid(), "host": socket.gethostname()}
+        if self._records:
+            hello["heard"] = self._records[-1].number  # of the log, before the coordinator went away
+        wire.send(sock, hello)
+        return sock
 
     # -- the log ---------------------------------------------------------------------------------------------------------
 
@@ -93,7 +117,7 @@ class Control:
                 if found is not None:
                     return found
                 if self._lost is not None:
-                    raise CoordinatorLost(f"worker {self.worker} lost the coordinator ({self._lost}) while waiting for {what}")
+                    raise self._loss(f" while waiting for {what}")
                 left = end - time.monotonic()
                 if left <= 0:
                     raise DeadlineExceeded(f"worker {self.worker} waited {timeout_s:g} s for {what} from the coordinator")
@@ -107,7 +131,10 @@ class Control:
     def must_not_be_lost(self) -> None:
         """Raises CoordinatorLost; for waits that are not for the coordinator itself."""
         if self._lost is not None:
-            raise CoordinatorLost(f"worker {self.worker} lost the coordinator ({self._lost})")
+            raise self._loss()
+
+    def _loss(self, when: str = "") -> EverstepError:
+        return self._verdict or CoordinatorLost(f"worker {self.worker} lost the coordinator ({self._lost}){when}")
 
     @property
     def committed(self) -> int:
@@ -167,8 +194,13 @@ class Control:
     def close(self) -> None:
         """Leave in order: the coordinator is told that this is no death."""
         if self._lost is None:
-            with contextlib.suppress(Fenced):  # the coordinator closed first
+            with contextlib.suppress(EverstepError):  # the coordinator closed first
                 self._send({"type": "bye"})
+        self.drop()
+
+    def drop(self) -> None:
+        """Leave without a word, as if this process had died."""
+        self._closing = True
         with self._changed:
             self._lost = self._lost or "closed by this process"
             self._changed.notify_all()
@@ -184,35 +216,77 @@ class Control:
             with self._send_lock:
                 wire.send(self._socket, message)
         except wire.Closed as closed:
+            if self._seek_s:
+                return  # the receiving thread sees the same; what counts is said again under the next view
             self._lose(str(closed))
             raise CoordinatorLost(f"worker {self.worker} lost the coordinator ({closed})") from closed
 
     def _receive_loop(self) -> None:
         try:
             while True:
-                message = wire.receive(self._socket)
+                try:
+                    message = wire.receive(self._socket)
+                except wire.Closed as closed:
+                    self._seek(closed)
+                    continue
                 self._heard = time.monotonic()
                 if message["type"] == "heartbeat":
                     continue
                 if message["type"] == "fault":
                     self.on_order(message)
-                    continue
-                record = Record.from_json(message["record"])
-                if record.kind is Kind.BUILD:
-                    self._last_build = record.number
-                else:
-                    with self._changed:
-                        if self._records and record.number <= self._records[-1].number:
-                            raise wire.Closed(f"record {record.number} after {self._records[-1].number}: not our coordinator")
-                        self._records.append(record)
-                        del self._records[:-256]  # only the recent past is ever asked for
-                        self._changed.notify_all()
-                self.on_record(record)
+                elif message["type"] == "over":
+                    self._refuse(message)
+                elif message["type"] == "record":
+                    self._take(Record.from_json(message["record"]))
+        except Refused as refused:
+            self._lose(str(refused))
+            self.on_fenced(str(refused))
         except wire.Closed as closed:
             self._lose(str(closed))
+            if self._seek_s and not self._closing:
+                self.on_fenced(str(closed))
         except Exception as error:  # the end of a thread: a rank that hears nothing more must not go on
             self._lose(f"{type(error).__name__}: {error}")
             raise
+
+    def _refuse(self, message: dict[str, Any]) -> NoReturn:
+        """The coordinator says how it ends for this rank."""
+        self._verdict = errors.typed(message["error"], message["message"])
+        raise Refused(message["message"])
+
+    def _take(self, record: Record) -> None:
+        if record.kind is Kind.BUILD:
+            self._last_build = record.number
+        else:
+            with self._changed:
+                if self._records and record.number <= self._records[-1].number:
+                    raise wire.Closed(f"record {record.number} after {self._records[-1].number}: not our coordinator")
+                self._records.append(record)
+                del self._records[:-256]  # only the recent past is ever asked for
+                self._changed.notify_all()
+        self.on_record(record)
+
+    def _seek(self, closed: wire.Closed) -> None:
+        """Returns once a coordinator answers at the address again. Raises wire.Closed if none does in time, or none is looked for."""
+        end = time.monotonic() + self._seek_s
+        self._away = True
+        while True:
+            if self._lost is not None or time.monotonic() >= end:
+                raise wire.Closed(f"{closed}; none answered at {self._address[0]}:{self._address[1]} for {self._seek_s:g} s" if self._seek_s
+                                  else str(closed)) from closed
+            time.sleep(_SEEK_EVERY_S)
+            try:
+                found = self._connect()
+                found.settimeout(self._connect_timeout_s)
+                answer = wire.receive(found)
+                found.settimeout(None)
+            except (OSError, wire.Closed, TimeoutError):
+                continue
+            if answer["type"] == "over":
+                self._refuse(answer)
+            with self._send_lock:
+                self._socket, self._heard, self._away = found, time.monotonic(), False
+            return
 
     def _heartbeat_loop(self) -> None:
         now = time.monotonic()
@@ -222,7 +296,11 @@ class Control:
             late = now - before - self._heartbeat_s
             if late > self._heartbeat_s:  # this process was suspended itself, or starved: it could not have heard anybody
                 self._heard += late
-            if self._fence_s is not None and now - self._heard > self._fence_s:
+            if self._fence_s is not None and not self._away and now - self._heard > self._fence_s:
+                if self._seek_s:
+                    with contextlib.suppress(OSError):  # the receiving thread looks for it anew
+                        self._socket.shutdown(socket.SHUT_RDWR)
+                    continue
                 self._fence(f"nothing was heard from it for {self._fence_s:g} s (recovery.fence_s)")
                 return
             try:

@@ -6,7 +6,7 @@ Each method takes one event and returns the records it causes, in order; the cal
     =========  ===================================================  ==========================================
     state      meaning                                              leaves it
     =========  ===================================================  ==========================================
-    FORMING    members are admitted; no view yet                    open()            -> VOTING
+    FORMING    members are admitted; no view yet                    open(), resume()  -> VOTING
     VOTING     votes for (committed + 1, view.epoch) are collected  all voted         -> VOTING of the next step
                                                                     death, mismatch   -> VOTING under a new epoch
                                                                     below the minimum -> HELD
@@ -32,6 +32,7 @@ What a new view means for work already done is said by its deal (:class:`everste
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -124,6 +125,21 @@ class Coordinator:
         self.committed = self.begun = step
         return [self._new_view(self.view.members, self.view.healing, f"checkpoint of step {step}", redeal=True)]
 
+    def resume(self, last: Record, present: list[Member], number: int) -> list[Record]:
+        """In the place of open(): the log of an earlier coordinator ends with ``last``, and these of its members live and hold what it
+        says. ``number``: above which records and links are named. The step in progress is dealt anew: who computed what of it, and
+        which of its slots killed, only the dead coordinator knew."""
+        if self.state is not State.FORMING:
+            raise InvariantViolated("the coordinator was opened twice")
+        self.state = State.VOTING
+        self.committed = self.begun = last.view.committed
+        self._records = self._links = number
+        self.view = dataclasses.replace(last.view, epoch=self.view.epoch)
+        members = tuple(m for m in last.view.members if m in present)
+        record = self._new_view(members, last.view.healing & {m.replica for m in members}, "coordinator restarted", redeal=True)
+        self._weigh_members()
+        return [record, *self._next_build()]
+
     def begin(self, step: int, slots: tuple[tuple[str, ...], ...]) -> None:
         """The step's samples by slot, for its commit record. Steps begin in order, one at a time."""
         if step != self.committed + 1:
@@ -162,11 +178,14 @@ class Coordinator:
             record = self._commit(Outcome.APPLY, survivors, frozenset(), cause)
         else:
             record = self._new_view(survivors, self.view.healing - {dead.replica}, cause, redeal=False)
+        self._weigh_members()
+        return [record, *self._next_build()]
+
+    def _weigh_members(self) -> None:
         if not self.view.contributors:
             self.state = State.LOST
         elif len(self.view.members) < self.min_replicas:
             self.state = State.HELD
-        return [record, *self._next_build()]
 
     def joiner(self, member: Member) -> list[Record]:
         """A replica was formed anew and waits to enter."""

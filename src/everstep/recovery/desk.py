@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from everstep.errors import EverstepError, WorkerFailed
 from everstep.recovery import wire
+from everstep.recovery.commitlog import RECENT
 from everstep.recovery.coordinator import Coordinator
 from everstep.recovery.progress import Judge
 from everstep.recovery.view import Kind, Member, Record, Vote
@@ -73,8 +75,9 @@ class Desk:
         self.coordinator, self._log, self._events, self._listener, self._judge = coordinator, log, events, listener, judge
         self._changed = threading.Condition(threading.RLock())
         self._sessions: dict[str, Session] = {}
-        self._latest: dict[str, Any] | None = None  # the last view or commit, for a rank that connects later
+        self._history: deque[tuple[int, dict[str, Any]]] = deque(maxlen=RECENT)  # the last views and commits, for ranks that connect later
         self._healing: frozenset[int] = frozenset()
+        self._heard: dict[str, int] = {}  # of ranks that were connected to an earlier coordinator: the last record they heard of
         self.progress: dict[str, Progress] = {}
         self.dead: dict[str, str] = {}
         self.failure: EverstepError | None = None
@@ -87,6 +90,20 @@ class Desk:
             self._event(lambda: self.coordinator.open(members))
             for worker in [w for m in members for w in m.workers if w in self.dead]:  # it died after it was formed
                 self._event(lambda dead=worker: self.coordinator.death(dead, self.dead[dead]))  # type: ignore[misc]
+
+    def resume(self, past: Sequence[Record], present: list[Member]) -> None:
+        """In the place of open(): go on from the last records of an earlier coordinator with those of its members that are here.
+        They are first told what they missed."""
+        with self._changed:
+            missed = [(record.number, {"type": "record", "record": record.to_json()}) for record in past]
+            self._history.extend(missed)
+            number = max([*self._heard.values(), *(number for number, _ in missed)])
+            for worker, session in self._sessions.items():
+                for record_number, message in missed:
+                    if record_number > self._heard.get(worker, 0):
+                        session.put(message)
+            self._healing = past[-1].view.healing
+            self._event(lambda: self.coordinator.resume(past[-1], present, number))
 
     def restart_at(self, step: int) -> None:
         """The members hold step ``step`` of a checkpoint; only before the first step of this run."""
@@ -146,6 +163,16 @@ class Desk:
                 session.put(message)
             return session is not None
 
+    def tell_all(self, message: dict[str, Any]) -> None:
+        with self._changed:
+            for session in self._sessions.values():
+                session.put(message)
+
+    def await_departures(self, timeout_s: float) -> None:
+        """Wait until nobody is connected any more, at most so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._sessions, timeout_s)
+
     def connected(self, worker: str) -> bool:
         return worker in self._sessions
 
@@ -161,7 +188,7 @@ class Desk:
                     message = {"type": "record", "record": record.to_json()}
                     if record.kind is not Kind.BUILD:
                         self._log.write(record)
-                        self._latest = message
+                        self._history.append((record.number, message))
                     self._note(record)
                     for session in self._sessions.values():
                         session.put(message)
@@ -211,13 +238,18 @@ class Desk:
 
     # -- what ranks say ---------------------------------------------------------------------------------------------------
 
-    def connect(self, worker: str, session: Session, pid: int, host: str) -> bool:
-        """A rank's connection; False if it is refused: the worker is expelled, or has one already."""
+    def connect(self, worker: str, session: Session, pid: int, host: str, heard: int | None = None) -> bool:
+        """A rank's connection; False if it is refused: the worker is expelled, or has one already.
+
+        ``heard``: number of the last record that it heard of before the coordinator went away; it is told all that came after that.
+        """
         with self._changed:
             if self._closed or worker in self.dead or worker in self._sessions:
                 return False
-            if self._latest:
-                session.put(self._latest)
+            missed = [message for number, message in self._history if heard is not None and number > heard]
+            self._heard[worker] = heard or 0
+            for message in missed if heard is not None else [message for _, message in list(self._history)[-1:]]:
+                session.put(message)
             self._sessions[worker] = session
             self.progress[worker] = Progress(time.monotonic(), pid=pid, host=host)
             self._changed.notify_all()
@@ -245,6 +277,7 @@ class Desk:
             case "bye":
                 with self._changed:
                     self._sessions.pop(worker, None)  # it leaves in order; what follows is no death
+                    self._changed.notify_all()
             case "dying":
                 self.expel(worker, message["cause"], ended=True)
             case "fault":

@@ -1,0 +1,467 @@
+"""One run as a lighthouse serves it: coordinator, board and fault injection, for replicas that come and go by themselves.
+
+A replica registers a life (its processes since torchrun started them), is told where to connect and what to start from, forms, and says
+so. The first ones begin the run together; whoever comes later joins. The lives that the coordinator has as members are the run; this
+process owns nothing that they could not tell its successor (:meth:`ServedRun.register` with ``resume``), but the commit record.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from everstep.checkpoint.choose import Chosen
+from everstep.cluster.target import LaunchedTarget, judge, judge_every_s
+from everstep.config import derive
+from everstep.config.schema import Config
+from everstep.errors import (
+    BadInput,
+    EverstepError,
+    Fenced,
+    InvariantViolated,
+    NotEnoughReplicas,
+    RunEnded,
+    WorkerFailed,
+)
+from everstep.recovery.board import Board, Journal, Place, Result, Who, Work
+from everstep.recovery.commitlog import CommitLog
+from everstep.recovery.coordinator import Coordinator, Mode, State
+from everstep.recovery.desk import Listener
+from everstep.recovery.faults import FaultInjector
+from everstep.recovery.server import CoordinatorServer
+from everstep.recovery.view import Kind, Member, Record
+from everstep.run_dir import RunDir
+from everstep.telemetry.events import EventLog
+
+TICK_S = 0.1
+LAST_WORDS_S = 2.0  # for ranks that are told the end, to hear it and go
+ANSWER_WITHIN_S = 2.0  # a request that must wait longer is answered with "wait", and comes again
+
+
+@dataclass
+class Replica:
+    """One life of a replica. ``nonce``: what its head calls this life."""
+
+    member: Member
+    nonce: str
+    formed: bool = False
+    gone: str = ""  # why
+
+
+@dataclass
+class Start:
+    """How the run begins. ``expected``: the replicas that shall begin it together, as torchft's quorum has it; None: not known yet."""
+
+    expected: frozenset[int] | None
+    since: float = field(default_factory=time.monotonic)
+
+
+class ServedRun:
+    """``address``: where ranks connect; ``store_port``: of the store for links and heals there, None: the one replica's own is used."""
+
+    def __init__(
+        self, config: Config, run_dir: RunDir, chosen: Chosen, token: str, address: tuple[str, int], store_port: int | None,
+        min_replicas: int, start: Start, go_on: bool, send_signal: Callable[[int, str, int, int], None],
+        say: Callable[[str], None],
+    ):
+        self.config, self.run_dir, self.chosen, self._store_port, self._say = config, run_dir, chosen, store_port, say
+        self.layout = derive.layout(config)
+        self.digest = digest_of(config)
+        self._send_signal = send_signal        # replica, host, pid, number
+        self.failure: EverstepError | None = None
+        self.ended = ""                        # how
+        self.board = Board()
+        self._turn = threading.Condition(threading.RLock())
+        self._prepare_lock = threading.Lock()
+        self._replicas: dict[int, Replica] = {}
+        self._finished: dict[int, str] = {}
+        self._builds: dict[int, int] = {}      # newest life of each replica
+        self._places: dict[str, tuple[int, int]] = {}
+        self._begun: tuple[int, str] = (0, "")  # step in progress, and a digest of its samples
+        self._held_since: float | None = None
+        self._start, self._opened = start, False
+        recovery = config.recovery
+        self._log = CommitLog(run_dir.path / "commits.log", start_at=chosen.step, go_on=go_on)
+        self._past = self._log.past.open_records if go_on else ()
+        self._events = EventLog(run_dir.events / "lead.jsonl", "lead")
+        everybody = self.layout.replicas
+        self._minimum = max(recovery.min_replicas, min_replicas) if recovery.enabled and recovery.mode != "wait" else everybody
+        coordinator = Coordinator(
+            self._log.incarnation, 0, self._minimum, Mode(recovery.mode), recovery.standby_links_up_to if recovery.enabled else 0,
+            recovery.quarantine_after,
+        )
+        listener = Listener(
+            self._place_of, lambda worker, step, phase: self._injector.on_phase(worker, step, phase), self._died, self._recorded,
+            lambda worker, number, word: self._injector.on_word(worker, number, word), lambda worker: self._injector.struck(worker),
+        )
+        self.server = CoordinatorServer(
+            coordinator, self._log, self._events, listener, token, recovery.silence_s, 2 * recovery.link_timeout_s, address[0],
+            recovery.heartbeat_s, judge(recovery), judge_every_s(recovery), address,
+        )
+        target = LaunchedTarget(
+            lambda: self.server, self._place_of, self._signal, self._process, lambda: [], {},
+        )
+        self._injector = FaultInjector(config.faults, target, self._events)
+        for record in self._past:  # lives are never named again
+            for member in record.view.members:
+                self._know(member)
+        if not go_on:
+            self._events.emit("run_start", step=chosen.step, attempt=run_dir.attempt, recipe=config.recipe, launcher="local",
+                              replicas=everybody, spares=0)
+        self._thread = threading.Thread(target=self._watch, name="lighthouse-watch", daemon=True)
+        self._thread.start()
+
+    # -- requests of the replicas' heads ------------------------------------------------------------------------------------
+
+    def register(self, replica: int, nonce: str, resume: dict[str, Any] | None) -> dict[str, Any]:
+        """A life of a replica asks to take part. ``resume``: it was a member under an earlier lighthouse."""
+        if not 0 <= replica < self.layout.replicas:
+            raise BadInput(f"replica.id={replica} is not below the number of replicas, {self.layout.replicas} (replica.count, layout.replicas)")
+        with self._turn:
+            self._check()
+            known = self._replicas.get(replica)
+            if known is None or known.nonce != nonce:
+                if resume is not None:
+                    self._take_back(replica, nonce, resume)
+                else:
+                    self._await_end_of(replica, known)
+                    build = self._builds.get(replica, -1) + 1
+                    first = replica * self.layout.ranks_per_replica
+                    names = [f"w{first + rank}" + (f"b{build}" if build else "") for rank in range(self.layout.ranks_per_replica)]
+                    self._replicas[replica] = Replica(Member(replica, build, tuple(names)), nonce)
+                    self._know(self._replicas[replica].member)
+                    self._say(f"replica {replica} has registered" + (f", in its life {build}" if build else ""))
+                known = self._replicas[replica]
+                self._finished.pop(replica, None)
+            member = known.member
+            self._turn.notify_all()
+            return {
+                "build": member.build, "workers": list(member.workers), "run_dir": str(self.run_dir.path), "attempt": self.run_dir.attempt,
+                "checkpoint": str(self.chosen.path) if self.chosen.path else "", "step": self.chosen.step,
+                "explained": self.chosen.explain(), "join": self._opened or bool(self._past), "reference": self.board.has_reference,
+                "store_port": self._store_port, "generation": self.board.generation,
+            }
+
+    def formed(self, member: Member) -> None:
+        """All ranks of this life have formed it and are connected."""
+        with self._turn:
+            self._check()
+            life = self._life(member)
+            if life.formed:
+                return
+            life.formed = True
+            if self._opened:
+                self.server.joiner(member)
+            self._turn.notify_all()
+
+    def hint(self, replicas: frozenset[int]) -> None:
+        """Torchft's quorum at the start of a run. The first word counts: quorums of the same instant are one."""
+        with self._turn:
+            if self._start.expected is None:
+                self._start.expected = replicas
+                self._say(f"torchft's quorum: replicas {sorted(replicas)}")
+
+    def begin(self, member: Member, step: int, slots: tuple[tuple[str, ...], ...]) -> bool:
+        """A replica comes to a step with these samples. False: it was committed before, without this life of it."""
+        digest = xxhash.xxh3_64_hexdigest(json.dumps(slots).encode())
+        with self._prepare_lock:
+            coordinator = self.server.coordinator
+            if step == coordinator.committed + 1:
+                self._injector.prepare(step)
+            with self._turn:
+                self._check()
+                if step <= coordinator.committed:
+                    return False
+                if step != coordinator.committed + 1:
+                    raise InvariantViolated(f"replica {member.replica} comes to step {step}, but {coordinator.committed} is the last committed one")
+                if coordinator.begun < step:
+                    self._begun = (step, digest)
+                    self.server.begin(step, slots)
+                elif self._begun != (step, digest):
+                    raise InvariantViolated(f"step {step}: replica {member.replica} has other samples for it than the others")
+                return True
+
+    def ask(self, member: Member, place: Place, what: str, who: Who) -> Result | Work | None:
+        """None: not yet, come again."""
+        with self._prepare_lock:
+            self._injector.prepare(self.server.coordinator.committed + 1)
+        end = time.monotonic() + ANSWER_WITHIN_S
+        with self._turn:
+            while True:
+                self._check()
+                self._life(member)
+                answer = self.board.ask(place, what, who, self.server.coordinator.view, time.monotonic()) if self._opened else None
+                if isinstance(answer, Result):
+                    return answer
+                if answer is not None and member in answer.members and not self.board.has_given(place, member):
+                    return answer
+                if not self._turn.wait(end - time.monotonic()):
+                    return None
+
+    def give(self, member: Member, place: Place, attempt: int, part: bytes, reference: bool) -> None:
+        with self._turn:
+            self._check()
+            self.board.has_reference = self.board.has_reference or reference
+            self.board.give(place, attempt, member, part, self.server.coordinator.view, time.monotonic())
+            self._turn.notify_all()
+
+    def mark(self, generation: int, bookmark: tuple[bytes, int]) -> None:
+        with self._turn:
+            self._check()
+            self.board.mark(generation, bookmark)
+
+    def restart_at(self, step: int) -> None:
+        """The members have loaded a checkpoint of ``step``."""
+        with self._turn:
+            self._check()
+            if self.server.coordinator.committed < step:
+                self.server.restart_at(step)
+
+    def restore(self, journal: Journal, reference: bool) -> None:
+        with self._turn:
+            self.board.restore(journal, reference)
+            self._turn.notify_all()
+
+    def finish(self, member: Member, status: str) -> None:
+        """A replica has come to the end of its program."""
+        with self._turn:
+            if (life := self._replicas.get(member.replica)) and life.member == member:
+                self._finished[member.replica] = status
+            self._turn.notify_all()
+
+    def head_left(self, replica: int, nonce: str) -> None:
+        """A head's connection ended. What has formed is judged by its ranks' connections."""
+        with self._turn:
+            life = self._replicas.get(replica)
+            if life and life.nonce == nonce and not life.formed:
+                life.gone = "it ended before it was formed"
+                self._turn.notify_all()
+
+    def close(self, status: str) -> None:
+        """End the run; everybody still connected is told."""
+        with self._turn:
+            if self.ended:
+                return
+            self.ended = status
+            self._turn.notify_all()
+        if unfired := self.unfired_faults:
+            self._say(f"faults that never fired: {'; '.join(unfired)}")
+        error = self.failure or RunEnded("the run ended while this replica was on its way into it")
+        self.server.tell_all({"type": "over", "error": type(error).__name__, "message": str(error)})
+        if self.failure:
+            self._events.emit("error", error=type(self.failure).__name__, message=str(self.failure))
+        self._events.emit("run_end", status=status)
+        self._log.end()
+        self.server.await_departures(LAST_WORDS_S)
+        self._say(f"the run in {self.run_dir.path} is {status}" + (f": {self.failure}" if self.failure else ""))
+        self.server.close()
+        self._events.close()
+
+    def abandon(self) -> None:
+        """Let go without a word, as if this process had died: members wait for a successor."""
+        with self._turn:
+            self.ended = "abandoned"
+            self._turn.notify_all()
+        self.server.close()
+        self._events.close()
+
+    @property
+    def unfired_faults(self) -> list[str]:
+        return self._injector.unfired
+
+    @property
+    def over(self) -> EverstepError | None:
+        """What to tell who comes now; None while the run goes on."""
+        if not self.ended:
+            return None
+        return self.failure or RunEnded(f"the run in {self.run_dir.path} is {self.ended}")
+
+    # -- the watch -----------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self.ended:
+            status = ""
+            try:
+                with self._turn:
+                    self._turn.wait(TICK_S)
+                    if self.ended:
+                        return
+                    status = self._look()
+            except EverstepError as error:
+                self._fail(error)
+            except Exception as error:  # the end of a thread: nobody would be judged any more
+                self._fail(WorkerFailed(f"the lighthouse failed while watching: {type(error).__name__}: {error}"))
+            if self.failure or status:
+                self.close("failed" if self.failure else status)
+
+    def _look(self) -> str:
+        """How the run has ended, if it has. Raises what it fails of."""
+        recovery = self.config.recovery
+        if self.server.failure:
+            raise self.server.failure
+        if not self._opened:
+            self._open_if_due()
+            return ""
+        for member, why in self.board.overdue(time.monotonic(), recovery.progress_timeout_s, recovery.call_timeout_s).items():
+            self.server.expel(member.workers[0], f"no progress: {why}")
+        members = {m.replica for m in self.server.coordinator.view.members}
+        if self._finished and members <= set(self._finished):  # also if the last member left because it failed
+            statuses = {self._finished[replica] for replica in members or self._finished}
+            return "done" if statuses == {"done"} else min(statuses - {"done"})
+        self._must_have_members()
+        return ""
+
+    def _open_if_due(self) -> None:
+        now, wait_s = time.monotonic(), self.config.lighthouse.wait_s
+        if self._past:
+            self._go_on_if_due(now)
+            return
+        expected = self._start.expected
+        ready = [life.member for _, life in sorted(self._replicas.items()) if life.formed and not life.gone]
+        pending = [r for r, life in self._replicas.items() if not life.formed and not life.gone]
+        if expected is not None and len(ready) >= self._minimum and not set(pending) & expected:
+            self._opened = True
+            self.server.open(ready)
+            return
+        if not any(not life.gone for life in self._replicas.values()) and self._replicas:
+            causes = "; ".join(f"replica {r}: {life.gone}" for r, life in sorted(self._replicas.items()))
+            raise NotEnoughReplicas(f"no replica that registered lives ({causes}); the run has not begun")
+        if now - self._start.since > wait_s:
+            raise NotEnoughReplicas(
+                f"{len(ready)} of {self.layout.replicas} replicas were ready after {wait_s:g} s (lighthouse.wait_s), the run begins with "
+                f"{self._minimum}; start the others, or lower recovery.min_replicas"
+            )
+
+    def _go_on_if_due(self, now: float) -> None:
+        """After a restart of the lighthouse: once the living members of the last view are here."""
+        last = self._past[-1].view
+        back, missing = [], []
+        for member in last.members:
+            life = self._replicas.get(member.replica)
+            if life and life.member == member and all(self.server.connected(w) for w in member.workers):
+                back.append(member)
+            elif life is None or (life.member == member and not life.gone):
+                missing.append(member)  # it may come; one that is in a later life is dead for sure
+        if not missing or now - self._start.since > self.config.recovery.silence_s:
+            self._opened = True
+            self._say(f"going on after step {last.committed} with replicas {[m.replica for m in back]}")
+            self.server.resume(self._past, back)
+            for life in self._replicas.values():
+                if life.formed and not life.gone and life.member not in back:
+                    self.server.joiner(life.member)
+
+    def _must_have_members(self) -> None:
+        coordinator, causes = self.server.coordinator, "; ".join(f"{w}: {c}" for w, c in sorted(self.server.dead.items()))
+        if coordinator.state is State.LOST:
+            raise NotEnoughReplicas(
+                f"no living replica holds step {coordinator.committed} ({causes}); resume from the last checkpoint with resume=auto"
+            )
+        if coordinator.state is not State.HELD:
+            self._held_since = None
+            return
+        self._held_since = self._held_since or time.monotonic()
+        wait_s = self.config.lighthouse.wait_s if self.config.recovery.enabled else 0.0
+        if time.monotonic() - self._held_since > wait_s:
+            raise NotEnoughReplicas(
+                f"{len(coordinator.view.members)} replicas live, {coordinator.min_replicas} are needed, and no other came in {wait_s:g} s "
+                f"(lighthouse.wait_s; {causes}); resume with resume=auto when there are machines"
+            )
+
+    # -- parts ------------------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if error := self.failure or self.over:
+            raise error
+
+    def _fail(self, error: EverstepError) -> None:
+        with self._turn:
+            self.failure = self.failure or error
+            self._turn.notify_all()
+
+    def _life(self, member: Member) -> Replica:
+        life = self._replicas.get(member.replica)
+        if life is None or life.member != member or life.gone:
+            raise Fenced(f"replica {member.replica} is over in its life {member.build}" + (f": {life.gone}" if life and life.gone else ""))
+        return life
+
+    def _know(self, member: Member) -> None:
+        self._builds[member.replica] = max(self._builds.get(member.replica, 0), member.build)
+        for rank, worker in enumerate(member.workers):
+            self._places[worker] = (member.replica, rank)
+
+    def _take_back(self, replica: int, nonce: str, resume: dict[str, Any]) -> None:
+        member = Member(replica, int(resume["build"]), tuple(resume["workers"]))
+        if self._builds.get(replica, 0) > member.build:
+            raise Fenced(f"replica {replica} is over in its life {member.build}: it has a later one")
+        self._know(member)
+        self._replicas[replica] = Replica(member, nonce, formed=bool(resume["formed"]))
+
+    def _await_end_of(self, replica: int, life: Replica | None) -> None:
+        """A former life of the replica must have ended before there is a new one (rule 8)."""
+        if life is None or life.gone:
+            return
+        limit = self.config.recovery.silence_s + 2 * self.config.recovery.heartbeat_s
+        if not self._turn.wait_for(lambda: bool(life.gone) or replica in self._finished, limit):
+            said = self.server.progress.get(life.member.workers[0])
+            raise BadInput(
+                f"replica.id={replica} takes part already (process {said.pid if said else '?'} on {said.host if said else '?'}); stop it, or give "
+                "this one another replica.id"
+            )
+
+    def _died(self, worker: str, cause: str) -> None:
+        replica, _ = self._place_of(worker)
+        with self._turn:
+            life = self._replicas.get(replica)
+            if life and worker in life.member.workers and not life.gone:
+                life.gone = cause
+                self._signal(worker, signal.SIGKILL)  # the others end by themselves, when they hear of it: all are started anew (rule 23)
+                self._events.emit("expel", replica=replica, rank=self._place_of(worker)[1], worker=worker, cause=cause)
+            self._turn.notify_all()
+
+    def _recorded(self, record: Record) -> None:
+        if record.kind is Kind.COMMIT:
+            self._injector.on_commit(record.step)
+        elif record.kind is Kind.VIEW:
+            self._say(f"view {record.view.epoch}: replicas {list(record.view.replicas)} ({record.cause})")
+        with self._turn:
+            self.board.view_changed(self.server.coordinator.view, time.monotonic())
+            self._turn.notify_all()
+
+    def _place_of(self, worker: str) -> tuple[int, int]:
+        return self._places.get(worker, (-1, -1))
+
+    def _signal(self, worker: str, number: int) -> None:
+        if said := self.server.progress.get(worker):
+            self._send_signal(self._place_of(worker)[0], said.host, said.pid, number)
+
+    def _process(self, worker: str) -> str:
+        said = self.server.progress.get(worker)
+        return f"{said.pid} on {said.host}" if said else "?"
+
+
+def digest_of(config: Config) -> str:
+    """Of what all replicas of a run must have alike."""
+    own = {"replica", "local", "lighthouse", "ray", "launcher", "resume"}
+    return xxhash.xxh3_64_hexdigest(json.dumps(config.model_dump(exclude=own), sort_keys=True).encode())
+
+
+def differing_keys(one: Config, other: Config) -> list[str]:
+    """Sections or keys in which two configurations differ, but for what is each replica's own."""
+    mine, theirs = one.model_dump(), other.model_dump()
+    own = {"replica", "local", "lighthouse", "ray", "launcher", "resume"}
+    found = []
+    for name in mine:
+        if name in own or mine[name] == theirs[name]:
+            continue
+        if isinstance(mine[name], dict) and isinstance(theirs[name], dict):
+            found += [f"{name}.{key}" for key in mine[name] if mine[name][key] != theirs[name].get(key)]
+        else:
+            found.append(name)
+    return found

@@ -93,7 +93,7 @@ def up(
 def lighthouse(
     bind: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Of torchft's server; the two after it are ours.")] = 29510,
-    min_replicas: Annotated[int, typer.Option("--min-replicas", "--min_replicas", help="To begin a run with.")] = 1,
+    min_replicas: Annotated[int, typer.Option("--min-replicas", "--min_replicas", help="That a run waits for to begin.")] = 1,
     quorum_tick_ms: Annotated[int, typer.Option("--quorum-tick-ms", "--quorum_tick_ms", help="Between looks at the quorum, ms.")] = 100,
     join_timeout_ms: Annotated[
         int, typer.Option("--join-timeout-ms", "--join_timeout_ms", help="For stragglers at the start of a run, ms.")

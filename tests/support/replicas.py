@@ -70,14 +70,14 @@ def _rank(config: Config, env: dict[str, str], log: Path, clean: bool) -> None:
 class Replicas:
     """``config`` has no replica.id. Use as a context manager; nothing outlives it."""
 
-    def __init__(self, config: Config, folder: Path, min_replicas: int = 1, join_timeout_ms: int = 5000, max_restarts: int = 5,
+    def __init__(self, config: Config, folder: Path, min_replicas: int = 0, join_timeout_ms: int = 5000, max_restarts: int = 5,
                  clean: bool = False):
         self.port = free_ports()
         self.config = config.model_copy(update={
             "lighthouse": config.lighthouse.model_copy(update={"address": f"http://127.0.0.1:{self.port}"}),
         })
         self.folder, self.max_restarts, self.clean = folder, max_restarts, clean
-        self._min_replicas, self._join_timeout_ms = min_replicas, join_timeout_ms
+        self._min_replicas, self._join_timeout_ms = min_replicas or config.layout.replicas, join_timeout_ms
         self._stopped = False
         self.lighthouse: Any = None
         self.ranks: dict[tuple[int, int], Any] = {}

@@ -88,7 +88,7 @@ class Group(Protocol):
 
     def mark(self, state: dict[str, Any]) -> None:
         """The recipe could go on from here with ``state`` (JSON) and the calls that follow: a replica that joins later does
-        (launcher local)."""
+        (launcher local). Of several without a step in between the first counts."""
 
     def close(self, status: str = "done") -> None:
         """Stop every process of the group. ``status``: how the run ended (done, failed, interrupted)."""

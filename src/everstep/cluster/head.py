@@ -17,12 +17,13 @@ from datetime import timedelta
 from typing import Any
 
 from everstep import errors
-from everstep.cluster.lighthouse import Ports, pack_journal
+from everstep.cluster.lighthouse import Ports, pack_journal, quieten_torchft
 from everstep.errors import CoordinatorLost, EverstepError
 from everstep.recovery import wire
 from everstep.recovery.board import KEPT_GENERATIONS, Journal
 
 _RETRY_S = 0.2
+_STAY_EVERY_S = 0.5
 _ANSWER_S = 60.0  # for any answer; a request that takes longer is answered with "wait"
 _QUORUM_EVERY_S = 1.0
 
@@ -37,6 +38,9 @@ class Head:
         self._socket: socket.socket | None = None
         self._resume: dict[str, Any] | None = None  # once registered
         self._formed = False
+        self._begun: tuple[int, list[list[str]]] | None = None  # the step in progress, and its samples
+        self.began: Callable[[], bool] = lambda: False  # whether there has been a view
+        self._closed = threading.Event()
         self._lock = threading.RLock()
         self.journals: deque[Journal] = deque([Journal(0, (b"", 0))], maxlen=KEPT_GENERATIONS)  # the last one is of the present generation
         self.has_reference = False
@@ -49,6 +53,12 @@ class Head:
     def formed(self) -> None:
         self._formed = True
         self.request("formed")
+        threading.Thread(target=self._stay, name="head-stays", daemon=True).start()
+
+    def begin(self, step: int, slots: list[list[str]]) -> bool:
+        """The recipe comes to this step; whether it is the next one to be committed."""
+        self._begun = step, slots
+        return bool(self.request("begin", step=step, slots=slots)[0]["live"])
 
     def request(self, kind: str, payload: bytes = b"", **fields: Any) -> tuple[dict[str, Any], bytes]:
         """Raises what the lighthouse answers with, CoordinatorLost if none answers for ``lighthouse.wait_s``."""
@@ -58,6 +68,8 @@ class Head:
                 with self._lock:
                     return self._exchange(self._connected(), {"type": kind, **fields}, payload)
             except (OSError, wire.Closed) as closed:  # a TimeoutError is an OSError
+                if self._closed.is_set():
+                    raise CoordinatorLost("this replica has left the run") from closed
                 with self._lock:
                     self._drop()
                 if time.monotonic() > end:
@@ -74,8 +86,17 @@ class Head:
         self.request("mark", bookmark[0], generation=generation, step=bookmark[1])
 
     def close(self) -> None:
+        self._closed.set()
         with self._lock:
             self._drop()
+
+    def _stay(self) -> None:
+        """A lighthouse that came back hears of this replica, also while its main thread computes."""
+        while not self._closed.wait(_STAY_EVERY_S):
+            try:
+                self.request("ping")
+            except EverstepError:
+                return  # the run is over for us; the main thread is told so itself
 
     def _connected(self) -> socket.socket:
         if self._socket is not None:
@@ -88,7 +109,7 @@ class Head:
         if welcome["type"] == "over":
             raise errors.typed(welcome["error"], welcome["message"])
         if self._resume is not None:
-            again = self._registration | {"resume": self._resume | {"formed": self._formed}}
+            again = self._registration | {"resume": self._resume | {"formed": self._formed, "began": self.began(), "begun": self._begun}}
             reply, _ = self._exchange(sock, {"type": "register", **again}, b"")
             for journal in self.journals:
                 if reply["generation"] <= journal.generation + 1:
@@ -120,6 +141,7 @@ class Presence:
         self, lighthouse: Ports, replica: int, nonce: str, port: int, store_address: str, wait_s: float, committed: Callable[[], int],
         on_quorum: Callable[[frozenset[int]], None],
     ):
+        quieten_torchft()
         from torchft.coordination import ManagerClient, ManagerServer
 
         self._committed, self._on_quorum, self._wait_s = committed, on_quorum, wait_s

@@ -235,10 +235,13 @@ class Lighthouse:
             return run
 
     def _begin(self, config: Config, clean: bool, folder: Path, resume: dict[str, Any] | None) -> ServedRun:
+        go_on = False
         if resume is not None:
-            past = folder / "commits.log"
-            if not commitlog.is_open(past):
-                raise Fenced(f"{past} knows of no run that goes on; is the lighthouse on a machine that sees run_dir={config.run_dir}?")
+            if resume["began"] and not commitlog.is_open(folder / "commits.log"):
+                raise Fenced(
+                    f"{folder}/commits.log knows of no run that goes on; is the lighthouse on a machine that sees run_dir={config.run_dir}?"
+                )
+            go_on = commitlog.is_open(folder / "commits.log")
             run_dir = RunDir(folder, int(resume["attempt"]))
             chosen = Chosen(config.resume, Path(resume["checkpoint"]) if resume["checkpoint"] else None, int(resume["step"]))
         else:
@@ -246,7 +249,7 @@ class Lighthouse:
         expected = None if self._quorum and resume is None else frozenset(range(config.layout.replicas))
         self._say(f"{'going on with' if resume else 'serving'} the run in {run_dir.path}")
         return ServedRun(
-            config, run_dir, chosen, self._token, self.address, self._store_port, self._min_replicas, Start(expected), resume is not None, self.signal,
+            config, run_dir, chosen, self._token, self.address, self._store_port, self._min_replicas, Start(expected), go_on, self.signal,
             self._say,
         )
 
@@ -272,6 +275,8 @@ class _HeadSession:
     def handle(self, request: dict[str, Any], payload: bytes) -> tuple[dict[str, Any], bytes]:
         run, member = self.run, self.member
         match request["type"]:
+            case "ping":
+                run.check()
             case "formed":
                 run.formed(member)
             case "hint":
@@ -341,6 +346,11 @@ def _cut(payload: bytes, sizes: list[int]) -> Iterator[bytes]:
         start += size
 
 
+def quieten_torchft() -> None:
+    """Before torchft is loaded: it obeys RUST_LOG and would tell every heartbeat. RUST_LOGS is the name in its documentation."""
+    os.environ.setdefault("RUST_LOG", os.environ.get("RUST_LOGS", "warn"))
+
+
 # -- the process -------------------------------------------------------------------------------------------------------------
 
 
@@ -357,6 +367,7 @@ def serve(
         )
     from datetime import timedelta
 
+    quieten_torchft()
     import torch.distributed as dist
     from torchft.coordination import LighthouseServer
 

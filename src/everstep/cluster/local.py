@@ -186,6 +186,7 @@ class LocalGroup:
         self._worker.run("form", (Formation(replica, self._rank, entry.member.build, workers, start, entry.reference),), {})
         dist.barrier()
         if self._head:
+            self._head.began = lambda: self._control.epoch.counter > 0
             self._head.formed()
         first = self._control.wait_for(
             lambda records: records[-1] if records[-1].view.member(replica) == self._member else None,
@@ -205,7 +206,7 @@ class LocalGroup:
             return reply["generation"], reply["step"], state
 
         self._generation, self._step, state = self._from_head(ask)
-        self._index = 0
+        self._index, self._marked_step = 0, self._step
         self.bookmarked: dict[str, Any] = json.loads(state) if state else {}
         self.recipe_state: dict[str, Any] = self.bookmarked.get("recipe", {})
         self._lead = self._caught_up and self._head is not None and self._member.replica == min(first.view.contributors or (0,))
@@ -248,7 +249,7 @@ class LocalGroup:
     def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
         step = self._step + 1
         slots = cut_slots(batch, self.config.train, self.layout.dp)
-        live = self._from_head(lambda head: bool(head.request("begin", step=step, slots=sample_ids(slots))[0]["live"]))
+        live = self._from_head(lambda head: head.begin(step, [list(slot) for slot in sample_ids(slots)]))
         report: StepReport | None = None
         if live:
             report = self._worker.run("train_step", (step, ListSlots(slots), loss, lr, temperature), {})
@@ -316,7 +317,9 @@ class LocalGroup:
         return saved.recipe_state
 
     def mark(self, state: dict[str, Any]) -> None:
-        self._generation, self._index = self._generation + 1, 0
+        if self._step == self._marked_step:
+            return  # without a step in between, a slow replica could be two bookmarks behind, and its calls forgotten
+        self._generation, self._index, self._marked_step = self._generation + 1, 0, self._step
         if self._head:
             self._head.mark(self._generation, (json.dumps(state, sort_keys=True).encode(), self._step))
 

@@ -85,6 +85,7 @@ class ServedRun:
         self._builds: dict[int, int] = {}      # newest life of each replica
         self._places: dict[str, tuple[int, int]] = {}
         self._begun: tuple[int, str] = (0, "")  # step in progress, and a digest of its samples
+        self._announced: dict[int, tuple[tuple[str, ...], ...]] = {}  # steps that members say have begun under an earlier lighthouse
         self._held_since: float | None = None
         self._start, self._opened = start, False
         recovery = config.recovery
@@ -92,9 +93,10 @@ class ServedRun:
         self._past = self._log.past.open_records if go_on else ()
         self._events = EventLog(run_dir.events / "lead.jsonl", "lead")
         everybody = self.layout.replicas
-        self._minimum = max(recovery.min_replicas, min_replicas) if recovery.enabled and recovery.mode != "wait" else everybody
+        minimum = recovery.min_replicas if recovery.enabled and recovery.mode != "wait" else everybody
+        self._minimum = min(max(minimum, min_replicas), everybody)  # to begin
         coordinator = Coordinator(
-            self._log.incarnation, 0, self._minimum, Mode(recovery.mode), recovery.standby_links_up_to if recovery.enabled else 0,
+            self._log.incarnation, 0, minimum, Mode(recovery.mode), recovery.standby_links_up_to if recovery.enabled else 0,
             recovery.quarantine_after,
         )
         listener = Listener(
@@ -125,7 +127,7 @@ class ServedRun:
         if not 0 <= replica < self.layout.replicas:
             raise BadInput(f"replica.id={replica} is not below the number of replicas, {self.layout.replicas} (replica.count, layout.replicas)")
         with self._turn:
-            self._check()
+            self.check()
             known = self._replicas.get(replica)
             if known is None or known.nonce != nonce:
                 if resume is not None:
@@ -152,7 +154,7 @@ class ServedRun:
     def formed(self, member: Member) -> None:
         """All ranks of this life have formed it and are connected."""
         with self._turn:
-            self._check()
+            self.check()
             life = self._life(member)
             if life.formed:
                 return
@@ -170,13 +172,13 @@ class ServedRun:
 
     def begin(self, member: Member, step: int, slots: tuple[tuple[str, ...], ...]) -> bool:
         """A replica comes to a step with these samples. False: it was committed before, without this life of it."""
-        digest = xxhash.xxh3_64_hexdigest(json.dumps(slots).encode())
+        digest = _digest(slots)
         with self._prepare_lock:
             coordinator = self.server.coordinator
             if step == coordinator.committed + 1:
                 self._injector.prepare(step)
             with self._turn:
-                self._check()
+                self.check()
                 if step <= coordinator.committed:
                     return False
                 if step != coordinator.committed + 1:
@@ -195,7 +197,7 @@ class ServedRun:
         end = time.monotonic() + ANSWER_WITHIN_S
         with self._turn:
             while True:
-                self._check()
+                self.check()
                 self._life(member)
                 answer = self.board.ask(place, what, who, self.server.coordinator.view, time.monotonic()) if self._opened else None
                 if isinstance(answer, Result):
@@ -207,20 +209,20 @@ class ServedRun:
 
     def give(self, member: Member, place: Place, attempt: int, part: bytes, reference: bool) -> None:
         with self._turn:
-            self._check()
+            self.check()
             self.board.has_reference = self.board.has_reference or reference
             self.board.give(place, attempt, member, part, self.server.coordinator.view, time.monotonic())
             self._turn.notify_all()
 
     def mark(self, generation: int, bookmark: tuple[bytes, int]) -> None:
         with self._turn:
-            self._check()
+            self.check()
             self.board.mark(generation, bookmark)
 
     def restart_at(self, step: int) -> None:
         """The members have loaded a checkpoint of ``step``."""
         with self._turn:
-            self._check()
+            self.check()
             if self.server.coordinator.committed < step:
                 self.server.restart_at(step)
 
@@ -254,7 +256,7 @@ class ServedRun:
         if unfired := self.unfired_faults:
             self._say(f"faults that never fired: {'; '.join(unfired)}")
         error = self.failure or RunEnded("the run ended while this replica was on its way into it")
-        self.server.tell_all({"type": "over", "error": type(error).__name__, "message": str(error)})
+        self.server.tell_end(error)
         if self.failure:
             self._events.emit("error", error=type(self.failure).__name__, message=str(self.failure))
         self._events.emit("run_end", status=status)
@@ -351,8 +353,10 @@ class ServedRun:
                 missing.append(member)  # it may come; one that is in a later life is dead for sure
         if not missing or now - self._start.since > self.config.recovery.silence_s:
             self._opened = True
+            if (slots := self._announced.get(last.committed + 1)) is not None:
+                self._begun = (last.committed + 1, _digest(slots))
             self._say(f"going on after step {last.committed} with replicas {[m.replica for m in back]}")
-            self.server.resume(self._past, back)
+            self.server.resume(self._past, back, self._announced.get(last.committed + 1))
             for life in self._replicas.values():
                 if life.formed and not life.gone and life.member not in back:
                     self.server.joiner(life.member)
@@ -376,7 +380,8 @@ class ServedRun:
 
     # -- parts ------------------------------------------------------------------------------------------------------------
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises what the run fails of, or how it has ended."""
         if error := self.failure or self.over:
             raise error
 
@@ -402,6 +407,9 @@ class ServedRun:
             raise Fenced(f"replica {replica} is over in its life {member.build}: it has a later one")
         self._know(member)
         self._replicas[replica] = Replica(member, nonce, formed=bool(resume["formed"]))
+        if resume["begun"]:
+            step, slots = resume["begun"]
+            self._announced[step] = tuple(tuple(slot) for slot in slots)
 
     def _await_end_of(self, replica: int, life: Replica | None) -> None:
         """A former life of the replica must have ended before there is a new one (rule 8)."""
@@ -444,6 +452,10 @@ class ServedRun:
     def _process(self, worker: str) -> str:
         said = self.server.progress.get(worker)
         return f"{said.pid} on {said.host}" if said else "?"
+
+
+def _digest(slots: tuple[tuple[str, ...], ...]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(slots).encode())
 
 
 def digest_of(config: Config) -> str:

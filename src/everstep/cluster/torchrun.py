@@ -221,7 +221,7 @@ def _agent(arguments: list[str]) -> int:
     from torch.distributed.launcher import api
 
     logging.disable(logging.ERROR)  # its account of a failed worker is a page long; ours is one sentence
-    api.LocalElasticAgent = _patient_agent(Path(os.environ[EXIT_DIR]), float(os.environ[_DELAY]))
+    api.LocalElasticAgent = _patient_agent(Path(os.environ[EXIT_DIR]), float(os.environ[_DELAY]))  # type: ignore[misc]
     if address := os.environ.get(_LIGHTHOUSE):
         from everstep.cluster import warden
         from everstep.cluster.lighthouse import TOKEN_VARIABLE, Ports

@@ -144,7 +144,7 @@ def lighthouse_command(config: Config, ports: Ports) -> list[str]:
     wanted = config.lighthouse
     return [
         sys.executable, "-m", "everstep", "lighthouse", "--bind", ports.host, "--port", str(ports.torchft), "--min-replicas",
-        str(max(wanted.min_replicas, config.recovery.min_replicas)), "--quorum-tick-ms", str(wanted.quorum_tick_ms), "--join-timeout-ms",
+        str(wanted.min_replicas or config.layout.replicas), "--quorum-tick-ms", str(wanted.quorum_tick_ms), "--join-timeout-ms",
         str(wanted.join_timeout_ms), "--heartbeat-timeout-ms", str(wanted.heartbeat_timeout_ms),
     ]
 

@@ -540,10 +540,11 @@ class LighthouseConfig(Section):
         description="Seconds that a replica waits for the lighthouse to answer (at the start, and if it died), that the start waits for "
         "enough replicas, and that a run with too few waits for others.",
     )
-    min_replicas: int = Field(
-        1,
+    min_replicas: int | None = Field(
+        None,
         ge=1,
-        description="Replicas that begin a run; the run also needs recovery.min_replicas (`everstep up`; torchft's min_replicas).",
+        description="Replicas that a run waits for to begin; to go on it needs recovery.min_replicas (`everstep up`; torchft's min_replicas). "
+        "Empty: all.",
     )
     join_timeout_ms: int = Field(
         10_000,

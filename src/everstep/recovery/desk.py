@@ -81,7 +81,7 @@ class Desk:
         self.progress: dict[str, Progress] = {}
         self.dead: dict[str, str] = {}
         self.failure: EverstepError | None = None
-        self._closed = False
+        self._closed = self._over = False
 
     # -- for the controller ---------------------------------------------------------------------------------------------
 
@@ -91,9 +91,9 @@ class Desk:
             for worker in [w for m in members for w in m.workers if w in self.dead]:  # it died after it was formed
                 self._event(lambda dead=worker: self.coordinator.death(dead, self.dead[dead]))  # type: ignore[misc]
 
-    def resume(self, past: Sequence[Record], present: list[Member]) -> None:
+    def resume(self, past: Sequence[Record], present: list[Member], begun: tuple[tuple[str, ...], ...] | None) -> None:
         """In the place of open(): go on from the last records of an earlier coordinator with those of its members that are here.
-        They are first told what they missed."""
+        They are first told what they missed. ``begun``: the samples by slot of the next step, if somebody has come to it."""
         with self._changed:
             missed = [(record.number, {"type": "record", "record": record.to_json()}) for record in past]
             self._history.extend(missed)
@@ -104,6 +104,8 @@ class Desk:
                         session.put(message)
             self._healing = past[-1].view.healing
             self._event(lambda: self.coordinator.resume(past[-1], present, number))
+            if begun is not None and self.failure is None:
+                self.begin(self.coordinator.committed + 1, begun)
 
     def restart_at(self, step: int) -> None:
         """The members hold step ``step`` of a checkpoint; only before the first step of this run."""
@@ -163,8 +165,11 @@ class Desk:
                 session.put(message)
             return session is not None
 
-    def tell_all(self, message: dict[str, Any]) -> None:
+    def tell_end(self, error: EverstepError) -> None:
+        """The run is over: every rank is told how. Whoever goes from now on has not died."""
+        message = {"type": "over", "error": type(error).__name__, "message": str(error)}
         with self._changed:
+            self._over = True
             for session in self._sessions.values():
                 session.put(message)
 

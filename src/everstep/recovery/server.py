@@ -141,7 +141,9 @@ class CoordinatorServer(Desk):
         except wire.Closed as closed:
             with self._changed:
                 ours = self._sessions.get(worker) is session
-            if ours and not self._closed:
+            if ours and self._over:
+                self.receive(worker, {"type": "bye"})
+            elif ours and not self._closed:
                 self.expel(worker, f"process ended ({closed})", ended=True)
 
     def _silence_loop(self) -> None:

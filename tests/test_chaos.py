@@ -13,7 +13,7 @@ from everstep.config.check import check_plan
 from everstep.config.schema import Fault
 from everstep.errors import BadInput, ConfigError
 from everstep.recovery.chaos import budget, draw, parse_kinds
-from everstep.recovery.faults import DEADLY, PHASES, describe
+from everstep.recovery.faults import DEADLY, ENGINE_PHASES, PHASES, describe
 
 KINDS = sorted(PHASES.keys() - {"error"})
 
@@ -58,11 +58,13 @@ def test_deadlines_that_heartbeats_could_not_keep_are_refused(tmp_path):
 
 
 def test_possible_faults_of_every_kind_and_phase_pass(tmp_path):
-    layout = ["layout.spares=2", "layout.replicas=3", "warmup.samples_per_step=384", "rl.iterations=20", "warmup.steps=10", "checkpoint.every_steps=5"]
-    plan = [{"step": 11, "phase": phase, "kind": kind} for kind, phases in PHASES.items() for phase in phases if phase != "save"]
+    layout = ["rollout.engines=1", "layout.spares=2", "layout.replicas=3", "warmup.samples_per_step=384", "rl.iterations=20", "warmup.steps=10", "checkpoint.every_steps=5"]
+    plan = [{"step": 11, "phase": phase, "kind": kind} for kind, phases in PHASES.items() for phase in phases if phase not in ("save", "rollout")]
     plan += [{"step": 11, "replica": 1}]  # somebody whose slots are salvaged
     plan += [{"step": 15, "phase": "save", "kind": kind} for kind, phases in PHASES.items() if "save" in phases]
     check_plan(config(DEMO, tmp_path, *layout, f"faults={plan}"), {})
+    plan = [{"step": 11, "phase": "rollout", "kind": kind} for kind, phases in PHASES.items() if "rollout" in phases]
+    check_plan(config(DEMO, tmp_path, *layout[1:], f"faults={plan}"), {})
 
 
 def test_a_seed_draws_the_same_schedule_and_another_one_another(tmp_path):
@@ -76,17 +78,18 @@ def test_what_is_drawn_can_happen_and_is_survived(tmp_path):
     """For many seeds: one replica is never struck, no more die than the spares and the minimum allow, and every fault passes the check."""
     seen: Counter[tuple[str, str]] = Counter()
     conf = config(DEMO, tmp_path, "layout.replicas=3", "layout.tp=2", "layout.spares=4", "recovery.min_replicas=2", "warmup.steps=10", "warmup.samples_per_step=384",
-                  "rl.iterations=20", "rl.kl_coef=0", "checkpoint.every_steps=5")
+                  "rl.iterations=20", "rl.kl_coef=0", "checkpoint.every_steps=5", "rollout.engines=2", "rollout.engine_restarts=3")
     assert budget(conf) == 5
     for seed in range(60):
         planned = with_schedule(conf, seed, 0.8, KINDS, reckless=False)
-        deadly = [f for f in planned.faults if f.kind in DEADLY]
+        assert sum(f.phase in ENGINE_PHASES for f in planned.faults) <= 3
+        deadly = [f for f in planned.faults if f.kind in DEADLY and f.phase not in ENGINE_PHASES]
         assert len(deadly) <= 5
         assert len({f.replica for f in deadly if f.phase != "spare"}) < 3
         assert [f.step for f in planned.faults] == sorted(f.step for f in planned.faults)
         seen.update((f.kind, f.phase) for f in planned.faults)
     assert {kind for kind, _ in seen} == set(KINDS)
-    assert {phase for _, phase in seen} == {phase for phases in PHASES.values() for phase in phases} - {"salvage"}
+    assert {phase for _, phase in seen} == {phase for phases in PHASES.values() for phase in phases} - {"salvage", "rollout"}
 
 
 def test_several_faults_in_one_step_strike_in_salvage_too_and_some_victims_are_held(tmp_path):

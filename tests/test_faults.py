@@ -18,7 +18,7 @@ def assert_invariants(run, steps: int) -> None:
     """What must hold of every run, by the history checker; and that it is this run's ``steps`` that it looked at."""
     findings = check(run.folder)
     assert not [f for f in findings if f.held is False], findings
-    assert all(f.held for f in findings if f.number != 7), findings  # 7: some of these runs write no checkpoint
+    assert all(f.held for f in findings if f.number not in (7, 10)), findings  # some of these runs write no checkpoint, most have no engines
     books = account(run.events)
     assert (books.first_step, books.last_step, books.committed) == (1, steps, steps)
     assert books.exact and books.samples_dropped == 0

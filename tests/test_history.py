@@ -22,12 +22,23 @@ def read(folder: Path) -> Rows:
     return {f.name: [json.loads(line) for line in f.read_text().splitlines()] for f in sorted(folder.glob("*.jsonl"))}
 
 
+def engine_rows() -> list[dict[str, Any]]:
+    """A rollout engine beside the recorded run, which gets the weights of its last commit and serves them."""
+    last = [row for row in read(RECORDED)["lead.jsonl"] if row["event"] == "commit"][-1]
+    common = {**{k: last[k] for k in ("t_wall", "t_mono", "host")}, "who": "e0", "pid": 999999999, "epoch": None, "engine": "e0"}
+    said = [("process_start", {"device": "cpu"}), ("rollout_sync_begin", {"step": last["step"], "kind": "full"}),
+            ("rollout_sync", {"step": last["step"], "kind": "full", "nbytes": 10, "seconds": 0.1}),
+            ("rollout_made", {"samples": ["0/0#0"], "version": last["step"]})]
+    return [{**common, "step": None, "event": kind, **more, "t_wall": last["t_wall"] + 0.001 * n} for n, (kind, more) in enumerate(said, 1)]
+
+
 @pytest.fixture
 def run(tmp_path):
     shutil.copytree(RECORDED, tmp_path / "events", ignore=shutil.ignore_patterns("*.md"))
     partial = manifest.begin(tmp_path / "checkpoints", 12)
     (partial / "state" / "rank-000.safetensors").write_bytes(os.urandom(2000))
     manifest.publish(partial, 12, {}, {"step": 12}, 2)
+    (tmp_path / "events" / "e0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in engine_rows()))
     return tmp_path
 
 
@@ -145,3 +156,22 @@ def test_an_empty_history_proves_nothing(tmp_path):
     (tmp_path / "events").mkdir()
     assert {f.held for f in check(tmp_path)} <= {None, True}
     assert [f.held for f in check(tmp_path) if f.number in (1, 2, 3, 4, 5, 7, 9)] == [None] * 7
+
+
+def _set(which: str, **fields: Any) -> Callable[[Rows], None]:
+    return lambda rows: pick(rows, "e0", which).update(fields)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _set("rollout_made", version=11),                                     # others than it holds
+        lambda rows: rows["e0.jsonl"].remove(pick(rows, "e0", "rollout_sync")),  # the transfer was never complete
+        _set("rollout_sync", kind="base"),                                    # frozen weights alone are not the model
+        _set("rollout_made", pid=999999998),                                  # another process, which got nothing
+        lambda rows: [row.update(step=99) if row["step"] else row.update(version=99) for row in rows["e0.jsonl"] if row["step"] or "version" in row],
+    ],
+    ids=["other-version", "half-of-them", "base-only", "restarted", "not-committed"],
+)
+def test_an_engine_that_serves_what_it_does_not_hold_is_found(run, change):
+    assert corrupt(run, change) == {10}

@@ -11,6 +11,7 @@ import json
 import multiprocessing as mp
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -220,16 +221,21 @@ def test_help_fits_one_screen(tmp_path: Path) -> None:
     assert everstep([], tmp_path).out == done.out
 
 
+def _seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_the_program_itself_answers_quickly(config: Path) -> None:
-    """Not forked: the interpreter, the entry point and every import; a second and a half, unless the machine is loaded."""
+    """Not forked: the interpreter, the entry point and every import, in a second and a half of a processor (others may use it meanwhile)."""
     seconds = []
     for _ in range(3):
-        begun = time.monotonic()
+        begun = _seconds_of_children()
         done = subprocess.run(
             [sys.executable, "-m", "everstep", "plan", str(config), "--layout.tp", "2"],
             cwd=config.parent, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
-        seconds.append(time.monotonic() - begun)
+        seconds.append(_seconds_of_children() - begun)
         assert done.returncode == 0, done.stderr
         assert "failure domains" in done.stdout.lower() and "its death breaks" in done.stdout
         assert not (config.parent / "run").exists()

@@ -240,6 +240,8 @@ def test_whatever_happens_in_repair_is_told():
 class Numbers:
     """A state of two tensors, and a third one if it has a reference."""
 
+    island = False
+
     def __init__(self, value: float, version: int | None, reference: bool):
         self.version = version
         self._all = {"weights": torch.full((5,), value), "reference": torch.full((3,), value)}

@@ -1,4 +1,4 @@
-"""Losses against the numbers of verl and TRL (tests/golden/rl_losses.json), and their independence of micro-batching."""
+"""Losses against the numbers of verl, TRL and OpenRLHF (tests/golden/rl_losses.json), and that micro-batches do not matter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from everstep.cluster.batch import TrainingBatch
 from everstep.engine.loss import LossFn, LossSpec, pack_sums, unpack_sums
 from everstep.errors import ConfigError
-from everstep.rl import losses
+from everstep.rl import importance, kl, losses
+from everstep.rl.shaping import overlong_penalty
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "rl_losses.json").read_text())["cases"]
 
@@ -25,17 +26,25 @@ def tensors(case: dict) -> dict[str, Tensor]:
     return {name: torch.tensor(value, dtype=torch.float32) for name, value in case["inputs"].items()}
 
 
+def choices(case: dict) -> dict:
+    """Horizon and empty rows, in our words."""
+    p = case["params"]
+    horizon = p.get("horizon", case["inputs"]["mask"] and len(case["inputs"]["mask"][0]))  # the references' default: the width
+    return {"horizon": horizon, "empty_rows": "count" if "every row" in p.get("empty_row_rule", "") else "skip"}
+
+
 def policy(case: dict, **changes) -> LossFn:
     p = case["params"]
     args = {
         "clip_low": p["clip_low"],
         "clip_high": p["clip_high"],
-        "dual_clip": p["dual_clip_c"],
+        "dual_clip": p.get("dual_clip_c"),
         "aggregation": p["aggregation"],
         "kl_coef": p.get("kl_coef", 0.0),
         "kl_kind": p.get("kl_estimator", "k3"),
         "entropy_coef": p.get("entropy_coef", 0.0),
         "report_entropy": False,
+        **choices(case),
     }
     return losses.policy_loss(**{**args, **changes})
 
@@ -45,7 +54,7 @@ def batch_of(t: dict[str, Tensor]) -> TrainingBatch:
         "advantages": t["advantages"],
         "loss_mask": t["mask"],
         "old_logprobs": t["old_logprobs"],
-        **({"ref_logprobs": t["ref_logprobs"]} if "ref_logprobs" in t else {}),
+        **{name: t[name] for name in ("ref_logprobs", "importance_weights") if name in t},
     }
     return TrainingBatch(named, sample_ids=[str(i) for i in range(len(t["mask"]))])
 
@@ -56,10 +65,31 @@ def check(got: Tensor | float, expected: object, case: dict) -> None:
     )
 
 
+def test_the_golden_numbers_are_all_there_and_each_has_a_test() -> None:
+    assert len(GOLDEN) == 81
+    assert {case["algorithm"] for case in GOLDEN} == {
+        "ppo_clip", "ppo_clip_plus_kl", "gspo", "aggregation", "value_loss", "kl", "entropy_bonus", "composite_from_logits",
+        "truncated_importance_sampling", "dapo_soft_overlong",
+    }
+
+
+def is_sum(case: dict) -> bool:
+    """A sum over tokens cannot be cut into micro-batches, so no loss function offers it."""
+    return case["params"]["aggregation"] == "token-sum"
+
+
 @pytest.mark.parametrize("case", golden("ppo_clip", "ppo_clip_plus_kl"))
 def test_policy_loss_and_gradient(case: dict) -> None:
     t = tensors(case)
     new = t["new_logprobs"].requires_grad_()
+    if is_sum(case):
+        p = case["params"]
+        terms = losses.clipped_policy_terms(new, t["old_logprobs"], t["advantages"], t["mask"], p["clip_low"], p["clip_high"])
+        total, weight = losses.aggregate(terms.loss, t["mask"], "token-sum")
+        total.backward()
+        check((total / weight).detach(), case["expected"]["loss"], case)
+        check(new.grad, case["expected"]["grad_new_logprobs"], case)
+        return
     fn = policy(case)
     out = fn(new, None, batch_of(t))
     loss = out.loss_sum / out.weight
@@ -82,6 +112,71 @@ def test_policy_loss_and_gradient(case: dict) -> None:
             check(means[metric], case["expected"][key], case)
 
 
+@pytest.mark.parametrize("case", golden("gspo"))
+def test_sequence_ratios(case: dict) -> None:
+    t = tensors(case)
+    new = t["new_logprobs"].requires_grad_()
+    own = case["convention"] == "verl"  # whose gradient differs where advantages differ within a completion
+    for level in ["sequence_token" if own else "sequence"] if case["alternatives"] else ["sequence", "sequence_token"]:
+        new.grad = None
+        out = policy(case, ratio=level)(new, None, batch_of(t))
+        (out.loss_sum / out.weight).backward()
+        check((out.loss_sum / out.weight).detach(), case["expected"]["loss"], case)
+        check(new.grad, case["expected"]["grad_new_logprobs"], case)
+        ratio = losses.log_ratios(new.detach(), t["old_logprobs"], t["mask"], level).exp()
+        p = case["params"]
+        terms = losses.clipped_policy_terms(
+            new.detach(), t["old_logprobs"], t["advantages"], t["mask"], p["clip_low"], p["clip_high"], ratio=level
+        )
+        rows = {
+            "sequence_ratio": torch.where(t["mask"] > 0, ratio, float("nan")).nanmean(dim=1),
+            "clip_fraction_per_sequence": terms.clipped.amax(dim=1).mean(),
+            "clip_fraction": out.metrics["actor/pg_clipfrac"][0] / out.metrics["actor/pg_clipfrac"][1],
+            "approx_kl": out.metrics["actor/ppo_kl"][0] / out.metrics["actor/ppo_kl"][1],
+        }
+        for key, got in rows.items():
+            if key in case["expected"]:
+                check(got, case["expected"][key], case)
+
+
+@pytest.mark.parametrize("case", golden("truncated_importance_sampling"))
+def test_truncated_importance_sampling(case: dict) -> None:
+    t, p = tensors(case), case["params"]
+    new = t["new_logprobs"].requires_grad_()
+    w = importance.importance_weights(
+        t["old_logprobs"], t["rollout_logprobs"], t["mask"], p["level"], p["upper"], p["lower"], p["batch_normalise"]
+    )
+    check(w.weights, case["expected"]["weights"], case)
+    check(w.mean, case["expected"]["weight_mean_before_normalisation"], case)
+    if "fraction_above_upper" in case["expected"]:
+        check(w.beyond, case["expected"]["fraction_above_upper"], case)
+    out = policy(case, weighted=True)(new, None, batch_of(t | {"importance_weights": w.weights}))
+    (out.loss_sum / out.weight).backward()
+    check((out.loss_sum / out.weight).detach(), case["expected"]["loss"], case)
+    check(new.grad, case["expected"]["grad_new_logprobs"], case)
+
+
+@pytest.mark.parametrize("case", golden("value_loss"))
+def test_value_loss(case: dict) -> None:
+    t, p = tensors(case), case["params"]
+    new = t["new_values"].requires_grad_()
+    batch = TrainingBatch(
+        {"values": t["old_values"], "returns": t["returns"], "loss_mask": t["mask"]}, sample_ids=[str(i) for i in range(len(new))]
+    )
+    out = losses.value_loss(p["clip_range"], p["aggregation"])(new, None, batch)
+    (out.loss_sum / out.weight).backward()
+    check((out.loss_sum / out.weight).detach(), case["expected"]["loss"], case)
+    check(new.grad, case["expected"]["grad_new_values"], case)
+    check(out.metrics["critic/vf_clipfrac"][0] / out.metrics["critic/vf_clipfrac"][1], case["expected"]["clip_fraction"], case)
+
+
+@pytest.mark.parametrize("case", golden("dapo_soft_overlong"))
+def test_soft_overlong_punishment(case: dict) -> None:
+    p = case["params"]
+    got = [overlong_penalty(n, p["max_length"], p["cache"], p["factor"]) for n in case["inputs"]["response_lengths"]]
+    assert got == pytest.approx(case["expected"]["penalty"], rel=1e-9)
+
+
 @pytest.mark.parametrize("case", golden("composite_from_logits"))
 def test_composite_from_logits(case: dict) -> None:
     t = tensors(case)
@@ -101,7 +196,7 @@ def test_composite_from_logits(case: dict) -> None:
 def test_kl(case: dict) -> None:
     t = tensors(case)
     new = t["new_logprobs"].requires_grad_()
-    per_token = losses.kl_terms(new, t["ref_logprobs"], t["mask"], case["params"]["estimator"])
+    per_token = kl.kl_terms(new, t["ref_logprobs"], t["mask"], case["params"]["estimator"])
     total, weight = losses.aggregate(per_token, t["mask"], case["params"]["aggregation"])
     (total / weight).backward()
     check((per_token * t["mask"]).detach(), case["expected"]["per_token"], case)
@@ -132,17 +227,20 @@ def test_aggregation_adds_up_over_micro_batches(case: dict) -> None:
     """The sums of micro-batches over the global weight are the reference's micro-batch losses and the whole loss."""
     t = tensors(case)
     values = t["loss_matrix"].requires_grad_()
-    how = case["params"]["aggregation"]
-    total, weight = losses.aggregate(values, t["mask"], how)
+    how, horizon = case["params"]["aggregation"], choices(case)["horizon"]
+    total, weight = losses.aggregate(values, t["mask"], how, horizon)
     (total / weight).backward()
     check((total / weight).detach(), case["expected"]["loss"], case)
     check(values.grad, case["expected"]["grad_loss_matrix"], case)
-    parts = [losses.aggregate(values[a:b], t["mask"][a:b], how) for a, b in case["params"]["micro_batches"]]
+    parts = [losses.aggregate(values[a:b], t["mask"][a:b], how, horizon) for a, b in case["params"]["micro_batches"]]
     check(torch.stack([s / weight for s, _ in parts]).detach(), case["expected"]["micro_batch_losses"], case)
-    assert float(sum(w for _, w in parts)) == float(weight)
+    assert is_sum(case) or float(sum(w for _, w in parts)) == float(weight)
+    # Where gradients of data-parallel ranks are averaged, each multiplies its part by their number; we add up instead.
+    scaled = [len(parts) * float((s / weight).detach()) for s, _ in parts]
+    assert sum(case["expected"]["data_parallel_losses"]) / len(parts) == pytest.approx(sum(scaled) / len(parts), rel=1e-5)
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
 @pytest.mark.parametrize("sizes", [[9], [1] * 9, [4, 0, 5], [2, 7]])
 def test_any_cut_of_the_batch_gives_the_same_step(aggregation: str, sizes: list[int]) -> None:
     """Loss, gradient and every metric, through the engine's own packing; rows of unequal length, one without tokens."""
@@ -152,12 +250,13 @@ def test_any_cut_of_the_batch_gives_the_same_step(aggregation: str, sizes: list[
     mask = (torch.arange(7) < lengths.unsqueeze(1)).float()
     new, entropy = (draw() - 2).requires_grad_(), draw().abs().requires_grad_()
     batch = TrainingBatch(
-        {"advantages": draw(), "loss_mask": mask, "old_logprobs": new.detach() + draw(), "ref_logprobs": draw() - 2},
+        {"advantages": draw(), "loss_mask": mask, "old_logprobs": new.detach() + draw(), "ref_logprobs": draw() - 2,
+         "importance_weights": draw().abs()},
         sample_ids=[str(i) for i in range(9)],
     )
     fn = LossSpec(
         "everstep.rl.losses:policy_loss",
-        {"aggregation": aggregation, "kl_coef": 0.1, "entropy_coef": 0.01, "clip_high": 0.28},
+        {"aggregation": aggregation, "horizon": 9, "kl_coef": 0.1, "entropy_coef": 0.01, "clip_high": 0.28, "weighted": True},
     ).build()
 
     def step(sizes: list[int]) -> tuple[dict[str, float], Tensor, Tensor]:
@@ -241,6 +340,8 @@ def test_sft_loss_is_cross_entropy_of_the_marked_tokens() -> None:
         ({"dual_clip": 1.1}, "rl.dual_clip=1.1"),
         ({"clip_low": 1.5}, "rl.clip_low=1.5"),
         ({"kl_coef": -1.0}, "rl.kl_coef=-1.0"),
+        ({"ratio": "row"}, "rl.ratio='row'"),
+        ({"empty_rows": "maybe"}, "rl.empty_rows='maybe'"),
     ],
 )
 def test_impossible_settings_name_their_key(args: dict, names: str) -> None:

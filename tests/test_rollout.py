@@ -13,7 +13,8 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.data import Dataset, SampleRef, prepare_prompts
 from everstep.errors import WorkerFailed
 from everstep.rl.rollout import Sampling, repeat_prompts
-from everstep.rl.rollout.transformers import TransformersRollout, gumbel_noise, keep_likely, sample_keys
+from everstep.rl.rollout.noise import gumbel_noise, keep_likely, sample_keys
+from everstep.rl.rollout.transformers import TransformersRollout
 from support.models import saved_weights, tiny_config
 
 TINY = Path(__file__).parent.parent / "examples" / "models" / "tiny-qwen3"

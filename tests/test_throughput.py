@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.throughput import KERNELS, flop_per_token, matrix_weights, peak_flops
+from benchmarks.throughput import flop_per_token, matrix_weights, peak_flops
 from tests.support.runs import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 
-from everstep.config.schema import EngineConfig
-from everstep.engine import fusion
+from everstep.config import derive
+from everstep.config.check import check
+from everstep.config.derive import fused_kernels
+from everstep.config.schema import Config, EngineConfig
 from everstep.engine.model import read_architecture
-from everstep.errors import BadInput
+from everstep.errors import ConfigError
 from support.models import hf_model, tiny_config
 
 
@@ -61,22 +63,27 @@ def test_the_quick_run_measures_and_says_so(tmp_path: Path) -> None:
 
 
 def test_which_kernels_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    assert set(KERNELS) == fusion.KERNELS
+    all_of_them = derive.FUSED_KERNELS
     has = True
-    monkeypatch.setattr(fusion, "has_triton", lambda: has)
+    monkeypatch.setattr(derive, "has_triton", lambda: has)
     auto, free = EngineConfig(), EngineConfig(deterministic=False)
-    assert not fusion.chosen(auto, cpu) and not fusion.chosen(EngineConfig(fused_kernels="none"), cuda)
-    assert fusion.chosen(free, cuda) == fusion.KERNELS
-    assert fusion.chosen(auto, cuda) == fusion.KERNELS - {"attention"}  # cuDNN's is not deterministic
-    assert fusion.chosen(EngineConfig(fused_kernels=["adam"]), cuda) == {"adam"}
-    for device, engine, why in (
-        (cpu, EngineConfig(fused_kernels=["adam"]), "adam, but there is no CUDA device"),
-        (cuda, EngineConfig(fused_kernels=["attention"]), "attention, but cuDNN's attention is not deterministic"),
+    assert not fused_kernels(auto, cuda=False) and not fused_kernels(EngineConfig(fused_kernels="none"), cuda=True)
+    assert fused_kernels(free, cuda=True) == all_of_them
+    assert fused_kernels(auto, cuda=True) == all_of_them - {"attention"}  # cuDNN's is not deterministic
+    assert fused_kernels(EngineConfig(fused_kernels=["adam"]), cuda=True) == {"adam"}
+    for cuda, engine, why in (
+        (False, EngineConfig(fused_kernels=["adam"]), "adam, but there is no CUDA device"),
+        (True, EngineConfig(fused_kernels=["attention"]), "attention, but cuDNN's attention is not deterministic"),
     ):
-        with pytest.raises(BadInput, match=why):
-            fusion.chosen(engine, device)
+        with pytest.raises(ConfigError, match=why):
+            fused_kernels(engine, cuda)
     has = False
-    assert fusion.chosen(free, cuda) == {"adam", "attention"}
-    with pytest.raises(BadInput, match="norm, but triton is not installed"):
-        fusion.chosen(EngineConfig(fused_kernels=["norm", "adam"]), cuda)
+    assert fused_kernels(free, cuda=True) == {"adam", "attention"}
+    with pytest.raises(ConfigError, match="norm, but triton is not installed"):
+        fused_kernels(EngineConfig(fused_kernels=["norm", "adam"]), cuda=True)
+
+
+def test_a_kernel_that_cannot_be_had_is_refused_before_anything_is_started() -> None:
+    config = Config(recipe="sft", model={"path": "m"}, device="cpu", engine={"fused_kernels": ["rope"]}, data={"source": "arithmetic"})
+    with pytest.raises(ConfigError, match=r"engine\.fused_kernels asks for rope, but there is no CUDA device"):
+        check(config, {})

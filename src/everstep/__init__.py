@@ -21,6 +21,7 @@ _PUBLIC = {
     "LossSpec": "everstep.engine.loss",
     "LossOutput": "everstep.engine.loss",
     "StepResult": "everstep.cluster.group",
+    "status": "everstep.telemetry.status",
 }
 __all__ = sorted(_PUBLIC)
 

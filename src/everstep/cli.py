@@ -203,15 +203,53 @@ def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")],
     debug: Debug = False,
 ) -> None:
-    """Table of a run's recoveries, picture of its curve."""
-    from everstep.run_dir import open_run_dir
-    from everstep.telemetry.events import read_events
-    from everstep.telemetry.report import reward_curve, summary_table
+    """Table of a run's recoveries; page and pictures of it."""
+    from everstep.telemetry.dashboard.report import write
+    from everstep.telemetry.dashboard.story import tell
+    from everstep.telemetry.report import summary_table
 
-    folder = open_run_dir(run)
-    _console().print(summary_table(read_events(folder.events)))
-    folder.report.mkdir(exist_ok=True)
-    print(reward_curve(folder.path / "metrics.jsonl", folder.events, folder.report / "reward_curve.png"))
+    story = tell(run)
+    _console().print(summary_table(story.events))
+    for path in write(story):
+        print(path)
+
+
+@app.command()
+def status(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
+    debug: Debug = False,
+) -> None:
+    """State of every rank, link and spare; what is out, why."""
+    from everstep.telemetry.status import describe, status
+
+    state = status(run)
+    if as_json:
+        from everstep.telemetry.events import to_json
+
+        print(to_json(state.as_json()))
+    else:
+        _console().print(describe(state))
+
+
+@app.command()
+def dashboard(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: a free one.")] = 0,
+    with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
+    debug: Debug = False,
+) -> None:
+    """A page of a run, live or past; /metrics for Prometheus."""
+    if with_parent:  # of a run, which it must not outlive
+        import signal
+
+        from everstep.cluster.processes import die_with_parent
+
+        die_with_parent(signal.SIGTERM)
+    from everstep.telemetry.dashboard.server import serve
+
+    serve(run, host, port)
 
 
 @app.command()

@@ -36,10 +36,13 @@ from everstep.recipes.run import Run
 from everstep.recovery.view import Kind, Record
 from everstep.run_dir import RunDir, check_run_dir
 from everstep.telemetry.console import Console
+from everstep.telemetry.dashboard.server import Beside
 from everstep.telemetry.events import EventLog, read_events
 from everstep.telemetry.metrics import Metrics
+from everstep.telemetry.ongoing import Ongoing
 from everstep.telemetry.recoveries import account, recoveries
 from everstep.telemetry.report import reward_curve, summary_table
+from everstep.telemetry.status import Pulse
 
 if TYPE_CHECKING:
     from everstep.cluster.local import Entry
@@ -118,12 +121,21 @@ def _run(
     own_events = events
     the_run: Run | None = None
     group: Group | None = None
+    beside: Beside | None = None
+    pulse: Pulse | None = None
+    ongoing = Ongoing()
     status = "failed"
     try:
         if console:
             _introduce(console, config, data, run_dir, chosen, launcher, entry)
-        on_record = _follow(console, run_dir, config.layout.replicas) if console else None
+        if lead and config.telemetry.dashboard and not config.replica.id:
+            beside = Beside(run_dir.path, config.telemetry.dashboard_host, config.telemetry.dashboard_port)
+        if console and beside:
+            console.note(f"dashboard: {beside.address}")
+        on_record = _follow(console, run_dir, config.layout.replicas, ongoing) if console else None
         group = _start_group(config, launcher, run_dir, events, on_record, entry, host)
+        if group.is_lead and config.replica.id is None:  # else the lighthouse does
+            pulse = Pulse(run_dir.path, run_dir.attempt, group.status, beside.address if beside else "")
         open_metrics: Callable[[int], Metrics] | None = None
         if launcher == "ray":
             metrics = Metrics(run_dir.path, config.telemetry.tensorboard, from_step=chosen.step)
@@ -132,7 +144,7 @@ def _run(
             open_metrics = lambda step: Metrics(run_dir.path, config.telemetry.tensorboard, from_step=step - 1)
         if chosen.path:
             group.load(chosen.path)
-        the_run = Run(config, group, data, console, metrics, own_events, open_metrics=open_metrics)
+        the_run = Run(config, group, data, console, metrics, own_events, ongoing, open_metrics=open_metrics)
         RECIPES[config.recipe](the_run)
         digest = group.verify()
         status = "done"
@@ -163,10 +175,14 @@ def _run(
                 last_first.callback(metrics.close)
             if group is None and entry and entry.lighthouse:
                 last_first.callback(entry.lighthouse.close, status)
+            if beside:
+                last_first.callback(beside.close)
             if group:
                 last_first.callback(group.close, status)
                 if console and group.unfired_faults:
                     last_first.callback(console.note, f"faults that never fired: {'; '.join(group.unfired_faults)}")
+            if pulse:
+                last_first.callback(pulse.close)
             if console:
                 last_first.callback(console.stop)
 
@@ -209,7 +225,7 @@ def _ray_host(config: Config) -> Host:
     return RayHost(config, derive.layout(config))
 
 
-def _follow(console: Console, run_dir: RunDir, replicas: int) -> Any:
+def _follow(console: Console, run_dir: RunDir, replicas: int, ongoing: Ongoing) -> Any:
     """Print one line per recovery, when the replica is back: worked out from the event log, as the report does."""
     deaths: list[int] = [0]  # views with fewer members that have not been followed by full strength yet
     told: set[float] = set()
@@ -222,10 +238,12 @@ def _follow(console: Console, run_dir: RunDir, replicas: int) -> Any:
         full = len(record.view.contributors) == replicas
         if record.kind is Kind.COMMIT and full and deaths[0]:
             deaths[0] = 0
-            for recovery in recoveries(read_events(run_dir.events)):
+            events = read_events(run_dir.events)
+            for recovery in recoveries(events):
                 if recovery.full_strength_s is not None and recovery.t_wall not in told:
                     told.add(recovery.t_wall)
                     console.recovery(recovery)
+                    ongoing.recovered(recovery, events)
 
     return on_record
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from everstep.cluster.environment import detect_launcher
 from everstep.config import derive
+from everstep.config import semisync as config_semisync
 from everstep.config.check import check_plan
 from everstep.config.load import Loaded, dump
 from everstep.config.schema import Config
@@ -41,7 +42,8 @@ class RankMemory:
     recovery: int  # the step's total, kept apart from the gradients until it is committed; in exact mode every slot's gradient
     salvage: int  # more than that in a step in which a replica dies
     reference: int  # the reference model of the KL term
-    on_host: int  # of it what engine.offload.reference keeps in host memory while the model is trained
+    outer: int  # semi-synchronous training: global weights and outer momentum, in host memory
+    on_host: int  # of outer and reference what is in host memory while the model is trained
     rollout: int  # the generation engine's copy of the whole model
     activations: int
     logits: int
@@ -49,7 +51,7 @@ class RankMemory:
     @property
     def state(self) -> int:
         """What a heal sends and a checkpoint writes for this rank."""
-        return self.weights - self.frozen + self.optimizer + self.reference
+        return self.weights - self.frozen + self.optimizer + self.reference + self.outer
 
     @property
     def total(self) -> int:
@@ -170,6 +172,8 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
                                       slot more than the replica has, if it were the last one left
         reference    b T              (if rl.kl_coef > 0; with LoRA it shares the frozen weights; with engine.offload.reference not on
                                       the device)
+        outer        4 S, and 4 S more with an outer momentum  (semi-synchronous training; in host memory, where a copy of weights and
+                                      optimizer state is besides)
         rollout      b (whole model)  (grpo; on the ranks that generate: last stage, tp 0, cp 0)
 
     For one micro-batch of N tokens on this rank (train.micro_batch_size times the longest sample, or train.tokens_per_micro_batch,
@@ -220,6 +224,8 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
     salvaged = max(step.slots for step in steps) - held if config.recovery.exact else 1
     salvages = config.recovery.enabled and config.recovery.mode == "salvage" and layout.replicas > 1
     reference = width * trained if config.recipe == "grpo" and config.rl.kl_coef > 0 else 0
+    method = config.semisync.method
+    outer = 0 if method == "none" else 4 * shard * (2 if method != "local_sgd" and config.semisync.outer_momentum else 1)
     return RankMemory(
         weights=width * (model + adapters),
         frozen=width * model if adapters else 0,
@@ -228,7 +234,8 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
         recovery=4 * shard * (int(config.recovery.enabled) + held),
         salvage=4 * shard * salvaged if salvages else 0,
         reference=reference,
-        on_host=reference if config.engine.offload.reference else 0,
+        outer=outer,
+        on_host=outer + (reference if config.engine.offload.reference else 0),
         rollout=width * shape.parameters if generates else 0,
         activations=activations,
         logits=12 * chunk * vocabulary + (4 * vocabulary * shape.hidden if config.engine.logprob_chunk_tokens and not adapters else 0)
@@ -340,8 +347,50 @@ def size_rows(plan: Plan) -> list[tuple[str, str]]:
     if sizes.warmup:
         rows += [(f"warm-up {name}", value) for name, value in _step_rows(sizes.warmup)]
     rows += _step_rows(sizes.main)
-    rows.append(("optimizer steps in all", str(sizes.total_steps)))
+    rows += _island_rows(plan)
+    steps = sizes.main.steps + (sizes.warmup.steps if sizes.warmup else 0)
+    rows.append(("optimizer steps in all", str(steps) + (f", in {sizes.total_steps} rounds" if plan.config.semisync.method != "none" else "")))
     return rows
+
+
+def _island_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Semi-synchronous training: the batch of all islands and of one, and what goes over the link."""
+    config, sizes = plan.config, plan.sizes
+    if config.semisync.method == "none":
+        return []
+    main, replicas, inner = sizes.main, sizes.layout.replicas, sizes.inner_steps
+    mean = main.samples_per_step / replicas
+    a_round = round_bytes(plan)
+    synchronous = _ring(4 * sum(_trained(plan)), replicas)
+    cut = config_semisync.fragments(config, plan.shape)
+    return [
+        ("semi-synchronous", f"{config.semisync.method}: {_count(len(cut), 'fragment')}, each synchronised every {config.semisync.sync_every} inner steps"),
+        ("global batch", f"{main.samples_per_step} samples in an inner step, over all {replicas} islands"),
+        ("inner global batch", f"{mean:g} samples in an inner step of one island" + ("" if mean.is_integer() else ", on average")),
+        ("a round", f"{_count(inner, 'inner step')}: {inner * main.samples_per_step} samples, committed together"),
+        ("in host memory", f"{size_text(max(memory.state for memory in plan.memory))} a rank: the last commit, and the outer optimizer"),
+        ("over the link", f"{size_text(a_round)} a replica and round, {size_text(a_round // inner)} an inner step; synchronous: {size_text(synchronous)}"),
+    ]
+
+
+def _trained(plan: Plan) -> list[int]:
+    """Trained numbers on each rank of a replica, in its optimizer shard."""
+    width = _BYTES[plan.config.model.dtype]
+    return [memory.optimizer // (8 if width == 4 else 12) for memory in plan.memory]
+
+
+def _ring(nbytes: int, members: int) -> int:
+    """Sent by each member in an all-reduce."""
+    return 2 * nbytes * (members - 1) // members
+
+
+def round_bytes(plan: Plan) -> int:
+    """Sent over the link by the ranks of one replica in an average round, without the ledgers."""
+    semisync = plan.config.semisync
+    fragments = len(config_semisync.fragments(plan.config, plan.shape))
+    numbers = sum(_trained(plan)) // fragments
+    nbytes = numbers + 4 * numbers // 256 if semisync.should_quantize else 4 * numbers
+    return _ring(nbytes, plan.sizes.layout.replicas)
 
 
 def _expert_rows(plan: Plan) -> list[tuple[str, str]]:

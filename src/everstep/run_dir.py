@@ -28,6 +28,7 @@ OWN_ENTRIES = (
     "tensorboard",
     "report",
     "metrics.jsonl",
+    "status.json",
 )
 _ATTEMPT = re.compile(r"attempt-(\d+)")
 
@@ -66,6 +67,10 @@ class RunDir:
     def rank_log(self, number: int) -> Path:
         """Log file of the process with this number (ranks first, then spares), within this attempt."""
         return self.logs / f"rank-{number:03d}.log"
+
+    def engine_log(self, name: str) -> Path:
+        """Log file of a rollout engine, within this attempt."""
+        return self.logs / f"engine-{name}.log"
 
 
 def prepare_run_dir(config: Config, clean: bool = False) -> RunDir:

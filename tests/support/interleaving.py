@@ -28,7 +28,7 @@ from everstep.recovery.control import Control
 from everstep.recovery.coordinator import Coordinator, Mode, State
 from everstep.recovery.desk import Desk, Listener
 from everstep.recovery.heal import Healed
-from everstep.recovery.ledger import Contribution
+from everstep.recovery.ledger import Contribution, Ledger, SlotLedger, SumLedger
 from everstep.recovery.link import Link, Links
 from everstep.recovery.transaction import StepReport, Total, Transaction
 from everstep.recovery.view import Kind, Member, Record, View
@@ -173,6 +173,8 @@ class Rank:
 
 class MemoryState:
     """``weights``: the sum over steps of step times the total; all of it is known in advance."""
+
+    island = False
 
     def __init__(self) -> None:
         self.version: int | None = None
@@ -432,6 +434,15 @@ class MemoryWork:
         poison = rank.world.setting.poison
         self.poison = poison[1] if poison and poison[0] == step else None
 
+    def ledger(self) -> Ledger:
+        return SlotLedger() if self.rank.world.setting.exact else SumLedger()
+
+    def restart(self) -> None:
+        pass
+
+    def skip(self) -> None:
+        pass
+
     def compute(self, slots: tuple[int, ...]) -> Contribution:
         rank = self.rank
         rank.wait(f"computes {list(slots)}")
@@ -445,10 +456,10 @@ class MemoryWork:
         rank.buffer[list(slots)] = rank.position + 1.0
         return Contribution([rank.buffer], torch.tensor([sum(s + 1.0 for s in slots), 0.5 * len(slots)], dtype=torch.float64))
 
-    def norm(self, gradients: list[torch.Tensor], divisor: float) -> float:
+    def norm(self, gradients: list[torch.Tensor], sums: torch.Tensor) -> float:
         (bits,) = struct.unpack("<q", struct.pack("<d", float((gradients[0].double() ** 2).sum())))
         said = self.rank.world.meet_in_replica(self.rank, (bits,), "the norm")
-        return sum(struct.unpack("<d", struct.pack("<q", n))[0] for (n,) in said) ** 0.5 / divisor
+        return sum(struct.unpack("<d", struct.pack("<q", n))[0] for (n,) in said) ** 0.5 / float(sums[0])
 
     def apply(self, total: Total) -> None:
         rank = self.rank

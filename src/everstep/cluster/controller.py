@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,10 +24,11 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.dispatch import get_dispatch, ranks_of
 from everstep.cluster.group import StepResult
 from everstep.cluster.host import Host, ProcessEnded, WorkerSpec
+from everstep.cluster.island import Round, island_folder
 from everstep.cluster.owed import Owed
 from everstep.cluster.repair import Repair
 from everstep.cluster.results import combine, compare_hashes
-from everstep.cluster.slots import cut_slots, sample_ids
+from everstep.cluster.slots import cut_round, cut_slots, require_synchronous, sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
 from everstep.cluster.worker import Formation, called_off
 from everstep.config import derive
@@ -48,8 +50,12 @@ from everstep.recovery.faults import FaultInjector
 from everstep.recovery.proxy import Relay
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Kind, Member, Record
+from everstep.rl.rollout import Sampling, assemble
+from everstep.rl.rollout.pool import RolloutPool
+from everstep.rl.rollout.sync import Kind as WeightsKind
+from everstep.rl.rollout.sync import off_key
 from everstep.run_dir import RunDir
-from everstep.telemetry.events import EventLog
+from everstep.telemetry.events import ENGINES, EventLog
 
 T = TypeVar("T")
 _DEATH_CONFIRM_S = 30.0
@@ -92,10 +98,11 @@ class Controller:
         self.bookmarked: dict[str, Any] = {}
         self._closed = False
         self._repair: Repair | None = None
-        self._store: dist.Store | None = None
+        self._store: dist.TCPStore | None = None
         self._injector: FaultInjector | None = None
         self._relays: dict[str, Relay] = {}
         self._server: CoordinatorServer | None = None
+        self._pool: RolloutPool | None = None
         self.dispatch_bytes, self.dispatch_seconds = 0, 0.0
         try:
             self._start()
@@ -114,16 +121,18 @@ class Controller:
             log.incarnation, 0, recovery.min_replicas if recovery.enabled else self.layout.replicas, Mode(recovery.mode),
             recovery.standby_links_up_to if recovery.enabled else 0, recovery.quarantine_after,
         )
-        token = secrets.token_hex(16)
+        token = self._token = secrets.token_hex(16)
         listener = Listener(
             self._place_of, self._phase_entered, self._worker_died, self._recorded, self._answered,
-            lambda worker: self._injector is not None and self._injector.struck(worker),
+            self._struck,
         )
         self._server = CoordinatorServer(
             coordinator, log, self._events, listener, token, recovery.silence_s, 2 * recovery.link_timeout_s, host,
             recovery.heartbeat_s, judge(recovery), judge_every_s(recovery),
         )
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        if config.rollout.engines:
+            self._pool = RolloutPool(config.rollout, bool(config.lora.rank), self._host, self, self._events)
         workers = self._start_workers(host, self._store.port, token)
         per_replica = self.layout.ranks_per_replica
         members = [
@@ -134,11 +143,14 @@ class Controller:
         self._repair = Repair(self, {m.replica: m for m in members}, spares, lambda: self._reference)
         for worker in list(self._server.dead):  # it died before there was a repair to be told
             self._repair.worker_died(worker)
+        if self._pool:
+            self._pool.open()
         self._host.watch(lambda worker: self.server.expel(worker, "process ended (pidfd)", ended=True))
         infos = self._host.infos
         target = LaunchedTarget(
             lambda: self.server, self._place_of, self._host.signal, lambda w: f"{infos[w].pid} on {infos[w].host}",
             lambda: self._repair.spares if self._repair else [], self._relays, self._host.cut,
+            lambda number: self._pool.engine_at(number) if self._pool else None,
         )
         self._injector = FaultInjector(config.faults, target, self._events)
         self._events.emit("spare_ready", spares=len(spares))
@@ -153,6 +165,7 @@ class Controller:
     def _start_workers(self, host: str, port: int, token: str) -> list[str]:
         """All ranks, replica after replica, then the spares."""
         workers = [f"w{i}" for i in range(self.layout.devices)]
+        engines = self._pool.first_engines if self._pool else []
         for index in partition_victims(self.config, self.layout.ranks_per_replica, self.layout.world_size):
             self._relays[workers[index]] = Relay(self._coordinator_address)
         self._host.start([
@@ -161,8 +174,15 @@ class Controller:
                 (host, port), str(self._run_dir.events), str(self._run_dir.rank_log(index)),
             )
             for index, worker in enumerate(workers)
-        ])
+        ] + [self._engine_spec(name) for name in engines])
         return workers
+
+    def _engine_spec(self, name: str) -> WorkerSpec:
+        assert self._server is not None and self._store is not None
+        return WorkerSpec(
+            name, self.config, self._coordinator_address, self._token, (self._host.address, self._store.port), str(self._run_dir.events),
+            str(self._run_dir.engine_log(name)), role="engine",
+        )
 
     @property
     def _coordinator_address(self) -> tuple[str, int]:
@@ -180,6 +200,8 @@ class Controller:
             last_first.callback(self._host.close)
             for relay in self._relays.values():
                 last_first.callback(relay.close)
+            if self._pool:
+                last_first.callback(self._pool.close)
             if self._repair:
                 last_first.callback(self._repair.close)
             if self._server:
@@ -226,6 +248,38 @@ class Controller:
                     self._reference = True
                 return how.collect(ranks, results)
 
+    def rollout(self, prompts: TrainingBatch, sampling: Sampling) -> TrainingBatch:
+        pool = self._pool
+        if pool is None:
+            completed: TrainingBatch = self.call("mesh", "generate", prompts, sampling)
+            return completed
+        start = time.monotonic()
+        self._prepare_faults(self.committed_step + 1)
+        pool.want(self.committed_step)
+        pool.submit(prompts, sampling, self.committed_step)
+        while not pool.wait(prompts.sample_ids, _POLL_S):
+            self._check_alive()
+            if pool.stale:
+                pool.refit(self.committed_step, self._send_weights)
+        complete, dropped = pool.collect(prompts.sample_ids)
+        if dropped:
+            self._events.emit("drop", step=self.committed_step, samples=sorted(dropped), reason="; ".join(sorted(set(dropped.values()))))
+        self._events.emit("call", method="rollout", dispatch="engines", sent_bytes=prompts.nbytes, seconds=time.monotonic() - start)
+        return assemble(prompts.select([i for i, s in enumerate(prompts.sample_ids) if s in complete]), complete)
+
+    def _send_weights(self, streams: Mapping[str, str], kind: WeightsKind) -> bool:
+        """Let a contributing replica serve rollout engines; False if it broke."""
+        view = self.server.coordinator.view
+        member = view.member(view.contributors[0])
+        assert member is not None
+        called = [(worker, member) for worker in member.workers]
+        life = (member.replica, member.build)
+        calls = {
+            self._host.submit(worker, life, "send_weights", dict(streams), view.committed, kind): index
+            for index, worker in enumerate(member.workers)
+        }
+        return self._gather(calls, called, "send_weights") is not None
+
     def _gather(self, calls: dict[Any, int], called: list[tuple[str, Member]], method: str) -> list[Any] | None:
         """Results in the order of the ranks; None if a death voided the call (it is made again on those that are left).
 
@@ -256,8 +310,23 @@ class Controller:
         return results
 
     def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
-        step = self.committed_step + 1
+        require_synchronous(self.config)
         slots = cut_slots(batch, self.config.train, self.layout.dp)
+        return self._step(slots, loss, lr, "train_step", lambda step, shared: (step, shared, loss, lr, temperature))
+
+    def train_round(
+        self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None
+    ) -> StepResult:
+        slots, bounds = cut_round(batches, self.config, rollout is not None)
+        make: Callable[[int], Round] = lambda step: Round(step, bounds, tuple(lrs), temperature)
+        return self._step(slots, loss, lrs[-1], "train_round", lambda step, shared: (make(step), shared, loss, rollout))
+
+    def _step(
+        self, slots: list[tuple[TrainingBatch, ...]], loss: LossSpec, lr: float, method: str,
+        arguments: Callable[[int, Any], tuple[Any, ...]],
+    ) -> StepResult:
+        """One transaction over ``slots``. ``arguments``: of the worker's method, from the step and the slots as the host shares them."""
+        step = self.committed_step + 1
         share = _Sharing(self._host)
         shared = self._host.slots([[share(micro) for micro in slot] for slot in slots])
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + share.nbytes, self.dispatch_seconds + share.seconds
@@ -279,7 +348,7 @@ class Controller:
                         called.add(member)
                         life = (member.replica, member.build)
                         for worker in member.workers:
-                            call = self._host.submit(worker, life, "train_step", step, shared, loss, lr, temperature)
+                            call = self._host.submit(worker, life, method, *arguments(step, shared))
                             pending[call] = worker, member
             else:
                 owing = [(worker, member) for worker, member in pending.values() if view.member(member.replica) == member]
@@ -325,7 +394,7 @@ class Controller:
                 calls = {self._host.submit(w, life, "save_shard", folder): i for i, w in enumerate(member.workers)}
                 shards = self._gather(calls, [(w, member) for w in member.workers], "save_shard")
                 if shards is not None:
-                    return shards
+                    return shards + (self._save_islands(folder, member) if self.config.semisync.method != "none" else [])
                 # Its living ranks may still write: two writers of one file would spoil it.
                 if not self._all_done(calls, _DEATH_CONFIRM_S):
                     raise DeadlineExceeded(
@@ -335,6 +404,23 @@ class Controller:
 
         state = SavedRun(self.committed_step, self._reference, recipe_state)
         return saving.save(self._run_dir.checkpoints, state, self.layout, self.config.checkpoint.keep_last, write, self._events)
+
+    def _save_islands(self, folder: Path, writer: Member) -> list[Shard]:
+        """The other replicas' local state. Of one that dies meanwhile there is none: it will begin where ``writer`` is."""
+        shards: list[Shard] = []
+        view = self.server.coordinator.view
+        for member in view.members:
+            if member == writer or member.replica in view.healing:
+                continue
+            life = (member.replica, member.build)
+            calls = {self._host.submit(w, life, "save_island", folder): i for i, w in enumerate(member.workers)}
+            written = self._gather(calls, [(w, member) for w in member.workers], "save_island")
+            if written is not None:
+                shards += written
+            else:
+                self._all_done(calls, _DEATH_CONFIRM_S)
+                shutil.rmtree(island_folder(folder, member.replica), ignore_errors=True)  # what it wrote of it
+        return shards
 
     def load(self, path: Path) -> dict[str, Any]:
         """Before the first step only: every rank reads its shard; the coordinator continues from the checkpoint's step."""
@@ -363,11 +449,8 @@ class Controller:
             "replicas": list(view.contributors),
             "healing": sorted(view.healing),
             "spares": len(self._repair.spares) if self._repair else 0,
-            "ranks": {
-                worker: {"replica": self._place_of(worker)[0], "rank": self._place_of(worker)[1], "step": said.step,
-                         "phase": said.phase, "pid": said.pid, "host": said.host}
-                for worker, said in self.server.progress.items() if worker not in self.server.dead
-            },
+            "deaths": len(self.server.dead),
+            "ranks": self.server.whereabouts(),
         }
 
     # -- deaths ----------------------------------------------------------------------------------------------------------------
@@ -415,7 +498,13 @@ class Controller:
             return True
         return isinstance(error, Fenced) and over(self.server.coordinator)
 
+    def _struck(self, worker: str) -> bool:
+        return self._injector is not None and self._injector.struck(worker)
+
     def _worker_died(self, worker: str, cause: str) -> None:
+        if self._pool and self._pool.knows(worker):
+            self._pool.died(worker, cause, self._struck(worker))
+            return
         if self._repair and not self._closed:
             self._repair.worker_died(worker)
 
@@ -437,6 +526,8 @@ class Controller:
             self._injector.prepare(step)
 
     def _place_of(self, worker: str) -> tuple[int, int]:
+        if self._pool and self._pool.knows(worker):
+            return ENGINES, self._pool.number_of(worker)
         return self._repair.place(worker) if self._repair else (-1, -1)
 
     @property
@@ -491,6 +582,18 @@ class Controller:
 
     def note(self, event: str, **fields: Any) -> None:
         self._events.emit(event, **fields)
+
+    # -- what the rollout pool needs (everstep.rl.rollout.pool.Processes) ----------------------------------------------------------
+
+    def start_engine(self, name: str, instead_of: str) -> None:
+        self._host.add(self._engine_spec(name), instead_of)
+
+    def end_engine(self, name: str) -> None:
+        self._host.end(name)
+
+    def call_off(self, stream: str) -> None:
+        assert self._store is not None
+        self._store.set(off_key(stream), "1")
 
     # -- parts -----------------------------------------------------------------------------------------------------------------
 

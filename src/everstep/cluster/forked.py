@@ -169,6 +169,11 @@ class ForkedHost:
                 raise WorkerFailed(f"worker {spec.worker_id} could not start ({ended}); see {spec.log_path}") from ended
             self.infos[spec.worker_id] = WorkerInfo(spec.worker_id, child.pid, socket.gethostname(), socket.gethostname())
 
+    def add(self, spec: WorkerSpec, instead_of: str) -> None:
+        self.start([spec])
+        if self._watch:
+            self._watch.add(spec.worker_id, self.infos[spec.worker_id].pid)
+
     def watch(self, on_end: Callable[[str], None]) -> None:
         self._watch = ProcessWatch(on_end)
         for worker, info in self.infos.items():

@@ -8,7 +8,7 @@ nothing but its configuration, its state and the results of its calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -17,6 +17,7 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
 from everstep.engine.loss import LossSpec
 from everstep.layout import Layout
+from everstep.rl.rollout import Sampling
 
 T = TypeVar("T")
 
@@ -37,6 +38,7 @@ class StepResult:
     slots: int = 0
     slots_redone: int = 0
     members: tuple[int, ...] = ()
+    link_bytes: float = 0.0       # sent over the link by the ranks of one replica, mean over replicas
 
 
 class Group(Protocol):
@@ -68,8 +70,25 @@ class Group(Protocol):
         Raises WorkerFailed if the method raises, NotEnoughReplicas if nobody is left.
         """
 
+    def rollout(self, prompts: TrainingBatch, sampling: Sampling) -> TrainingBatch:
+        """A completion for every row of ``prompts``, by the committed weights, laid out as :func:`everstep.rl.rollout.assemble` says.
+
+        By the ranks themselves, or by rollout engines (``rollout.engines``). Samples that no engine could complete are left out, and
+        their drop is recorded.
+        """
+
     def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
         """One step transaction over ``batch`` (all of it, over all replicas). Returns after its commit was applied."""
+
+    def train_round(
+        self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None
+    ) -> StepResult:
+        """One round of semi-synchronous training (``semisync.method``), which is one transaction: a batch, over all replicas, and a
+        learning rate for each inner step. Each replica makes the steps on its share; then a fragment of the weights is synchronised.
+
+        ``rollout``: a factory of an everstep.cluster.island.Rollout; ``batches`` are then prompts, of which each replica makes its samples
+        with the weights that it has by then. Loss and metrics are over all inner steps, ``grad_norm`` is the mean pseudo-gradient's.
+        """
 
     def once(self, function: Callable[..., T], *args: Any) -> T:
         """``function(*args)`` computed in one place, its result known everywhere (rewards, files, anything not repeatable)."""

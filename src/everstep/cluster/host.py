@@ -12,18 +12,18 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
 
 if TYPE_CHECKING:
-    from everstep.cluster.worker import Life, Slots, Worker
+    from everstep.cluster.worker import Life, Slots
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker process needs to start. ``coordinator`` and ``store``: (host, port)."""
+    """What a worker process needs to start. ``coordinator`` and ``store``: (host, port). ``role``: a rank or spare, or a rollout engine."""
 
     worker_id: str
     config: Config
@@ -32,6 +32,7 @@ class WorkerSpec:
     store: tuple[str, int]
     events_dir: str
     log_path: str
+    role: Literal["rank", "engine"] = "rank"
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,12 @@ class ProcessEnded(Exception):
     """The worker that owes a result has no process any more. The message is the system's word on it."""
 
 
+class Served(Protocol):
+    """What a worker process runs calls on."""
+
+    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], life: Life | None = None) -> Any: ...
+
+
 class Host(Protocol):
     """Workers by their ids. A *pending* is the promise of one call's result: hashable, of whatever kind the host likes."""
 
@@ -57,6 +64,8 @@ class Host(Protocol):
 
     def start(self, specs: Sequence[WorkerSpec]) -> None:
         """One process for each, imports done. Raises BadInput (no room), DeadlineExceeded, or what a worker raised."""
+
+    def add(self, spec: WorkerSpec, instead_of: str) -> None: ...
 
     def watch(self, on_end: Callable[[str], None]) -> None:
         """Call ``on_end(worker)`` on another thread as soon as a worker's process ends, from now on."""
@@ -89,7 +98,7 @@ class Host(Protocol):
         """End all processes, whatever state they are in."""
 
 
-def make_worker(spec: WorkerSpec) -> Worker:
+def make_worker(spec: WorkerSpec) -> Served:
     """In the worker's own process: its output goes to its log from now on, its device is ready, its channel connected."""
     _redirect_output(Path(spec.log_path))
     warnings.filterwarnings("ignore", module=r"torch|megatron|transformers")  # advice to developers of those
@@ -97,7 +106,6 @@ def make_worker(spec: WorkerSpec) -> Worker:
     import torch
 
     from everstep.cluster.device import choose_device
-    from everstep.cluster.worker import Worker
     from everstep.engine import cpu
     from everstep.engine.groups import NCCL_ENVIRONMENT
     from everstep.recovery.control import Control
@@ -114,6 +122,12 @@ def make_worker(spec: WorkerSpec) -> Worker:
     recovery = spec.config.recovery
     control = Control(spec.coordinator, spec.token, spec.worker_id, recovery.heartbeat_s, fence_s=recovery.fence_s)
     events = EventLog(Path(spec.events_dir) / f"{spec.worker_id}.jsonl", spec.worker_id)
+    if spec.role == "engine":
+        from everstep.rl.rollout.serving import EngineWorker
+
+        return EngineWorker(spec.config, spec.worker_id, device, control, spec.store, events)
+    from everstep.cluster.worker import Worker
+
     return Worker(spec.config, spec.worker_id, device, control, spec.store, events)
 
 

@@ -37,9 +37,10 @@ from everstep.cluster.device import choose_device
 from everstep.cluster.dispatch import Rank, get_dispatch, ranks_of
 from everstep.cluster.group import StepResult
 from everstep.cluster.head import Head, Presence
+from everstep.cluster.island import Round
 from everstep.cluster.lighthouse import TOKEN_VARIABLE, Lighthouse, Ports, read_result
 from everstep.cluster.results import combine, compare_hashes
-from everstep.cluster.slots import ListSlots, cut_slots, sample_ids
+from everstep.cluster.slots import ListSlots, cut_round, cut_slots, require_synchronous, sample_ids
 from everstep.cluster.torchrun import report_exit
 from everstep.cluster.worker import Formation, Worker
 from everstep.config import derive
@@ -52,6 +53,7 @@ from everstep.recovery.board import Journal, Result, Who
 from everstep.recovery.control import Control
 from everstep.recovery.transaction import StepReport
 from everstep.recovery.view import Member, Record
+from everstep.rl.rollout import Sampling
 from everstep.run_dir import RunDir
 from everstep.telemetry.events import EventLog
 
@@ -246,13 +248,30 @@ class LocalGroup:
         how.dispatch(ranks, args, kwargs)  # what it notes of the division, it may need to collect
         return how.collect(ranks, results)
 
+    def rollout(self, prompts: TrainingBatch, sampling: Sampling) -> TrainingBatch:
+        completed: TrainingBatch = self.call("mesh", "generate", prompts, sampling)
+        return completed
+
     def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
-        step = self._step + 1
+        require_synchronous(self.config)
         slots = cut_slots(batch, self.config.train, self.layout.dp)
+        return self._commit(slots, loss, lr, "train_step", lambda step: (step, ListSlots(slots), loss, lr, temperature))
+
+    def train_round(
+        self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None
+    ) -> StepResult:
+        slots, bounds = cut_round(batches, self.config, rollout is not None)
+        make: Callable[[int], Round] = lambda step: Round(step, bounds, tuple(lrs), temperature)
+        return self._commit(slots, loss, lrs[-1], "train_round", lambda step: (make(step), ListSlots(slots), loss, rollout))
+
+    def _commit(
+        self, slots: list[tuple[TrainingBatch, ...]], loss: LossSpec, lr: float, method: str, arguments: Callable[[int], tuple[Any, ...]]
+    ) -> StepResult:
+        step = self._step + 1
         live = self._from_head(lambda head: head.begin(step, [list(slot) for slot in sample_ids(slots)]))
         report: StepReport | None = None
         if live:
-            report = self._worker.run("train_step", (step, ListSlots(slots), loss, lr, temperature), {})
+            report = self._worker.run(method, arguments(step), {})
             self._caught_up = True
         _, reports, contributors = self._shared(f"report of step {step}", Who.REPORTS, lambda ranks: report)
         self._step = step
@@ -328,9 +347,11 @@ class LocalGroup:
         return compare_hashes(ranks, hashes, self._step, self.events if self._lead else None)
 
     def status(self) -> dict[str, Any]:
+        if self._lighthouse and self._lighthouse.run:
+            return self._lighthouse.run.status()
         view = self._control.view
         return {"state": "voting", "epoch": str(view.epoch), "committed_step": view.committed, "replicas": list(view.contributors),
-                "healing": sorted(view.healing), "spares": 0, "ranks": {}}
+                "healing": sorted(view.healing), "spares": 0, "deaths": sum(member.build for member in view.members), "ranks": {}}
 
     def close(self, status: str = "done") -> None:
         """Without ``done`` this replica's end is a death for the others."""

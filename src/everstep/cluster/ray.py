@@ -96,6 +96,9 @@ class RayHost:
             except RayError as error:
                 raise typed_error(error, worker, "its start") from error
 
+    def add(self, spec: WorkerSpec, instead_of: str) -> None:
+        raise NotImplementedError
+
     def watch(self, on_end: Callable[[str], None]) -> None:
         self._watch = NodeWatches(self.infos, on_end)
 

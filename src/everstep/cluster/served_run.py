@@ -39,6 +39,7 @@ from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Kind, Member, Record
 from everstep.run_dir import RunDir
 from everstep.telemetry.events import EventLog
+from everstep.telemetry.status import Pulse
 
 TICK_S = 0.1
 LAST_WORDS_S = 2.0  # for ranks that are told the end, to hear it and go
@@ -117,6 +118,8 @@ class ServedRun:
         if not go_on:
             self._events.emit("run_start", step=chosen.step, attempt=run_dir.attempt, recipe=config.recipe, launcher="local",
                               replicas=everybody, spares=0)
+        # Of one replica alone its rank 0 does this.
+        self._pulse = Pulse(run_dir.path, run_dir.attempt, self.status) if store_port is not None else None
         self._thread = threading.Thread(target=self._watch, name="lighthouse-watch", daemon=True)
         self._thread.start()
 
@@ -246,6 +249,14 @@ class ServedRun:
                 life.gone = "it ended before it was formed"
                 self._turn.notify_all()
 
+    def status(self) -> dict[str, Any]:
+        """As :meth:`everstep.cluster.group.Group.status`."""
+        coordinator = self.server.coordinator
+        view = coordinator.view
+        return {"state": str(coordinator.state), "epoch": str(view.epoch), "committed_step": coordinator.committed,
+                "replicas": list(view.contributors), "healing": sorted(view.healing), "spares": 0, "deaths": len(self.server.dead),
+                "ranks": self.server.whereabouts()}
+
     def close(self, status: str) -> None:
         """End the run; everybody still connected is told."""
         with self._turn:
@@ -259,18 +270,12 @@ class ServedRun:
         self.server.tell_end(error)
         if self.failure:
             self._events.emit("error", error=type(self.failure).__name__, message=str(self.failure))
+        if self._pulse:
+            self._pulse.close()
         self._events.emit("run_end", status=status)
         self._log.end()
         self.server.await_departures(LAST_WORDS_S)
         self._say(f"the run in {self.run_dir.path} is {status}" + (f": {self.failure}" if self.failure else ""))
-        self.server.close()
-        self._events.close()
-
-    def abandon(self) -> None:
-        """Let go without a word, as if this process had died: members wait for a successor."""
-        with self._turn:
-            self.ended = "abandoned"
-            self._turn.notify_all()
         self.server.close()
         self._events.close()
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.config import derive
-from everstep.config.schema import TrainConfig
+from everstep.config.schema import Config, TrainConfig
 from everstep.data.packing import pack
 from everstep.errors import BadInput
 
@@ -40,6 +40,43 @@ def cut_slots(batch: TrainingBatch, train: TrainConfig, dp: int) -> list[tuple[T
     padded = trimmed.pad_to(-(-trimmed.width // 8) * 8)
     micro = [padded.slice(i, i + size) for i in range(0, len(padded), size)]
     return [tuple(micro[i : i + dp]) for i in range(0, len(micro), dp)]
+
+
+def cut_round(
+    batches: Sequence[TrainingBatch], config: Config, prompts: bool
+) -> tuple[list[tuple[TrainingBatch, ...]], tuple[int, ...]]:
+    """(slots of a round of semi-synchronous training, the first slot of each inner step and at the end their number).
+
+    One batch for each inner step. ``prompts``: what is trained on is still to be made of them; a slot is then one prompt, with all
+    its samples to be, for each inner data-parallel rank. BadInput if the configuration has no rounds, or another number of steps in them.
+    """
+    wanted = derive.inner_steps(config)
+    if config.semisync.method == "none":
+        raise BadInput("semisync.method=none: there are no rounds; call train_step")
+    if len(batches) != wanted:
+        raise BadInput(f"a round of semisync.method={config.semisync.method} has {wanted} inner steps, {len(batches)} batches were given")
+    slots: list[tuple[TrainingBatch, ...]] = []
+    bounds = [0]
+    for batch in batches:
+        slots += _groups(batch, config) if prompts else cut_slots(batch, config.train, config.layout.dp)
+        bounds.append(len(slots))
+    return slots, tuple(bounds)
+
+
+def _groups(batch: TrainingBatch, config: Config) -> list[tuple[TrainingBatch, ...]]:
+    size, dp = config.rl.samples_per_prompt, config.layout.dp
+    if len(batch) % (size * dp):
+        raise BadInput(
+            f"{len(batch)} samples are not whole groups of rl.samples_per_prompt={size} for each of layout.dp={dp} ranks; choose sizes that divide"
+        )
+    groups = [batch.slice(i, i + size) for i in range(0, len(batch), size)]
+    return [tuple(groups[i : i + dp]) for i in range(0, len(groups), dp)]
+
+
+def require_synchronous(config: Config) -> None:
+    """BadInput if replicas are islands: they train in rounds."""
+    if config.semisync.method != "none":
+        raise BadInput(f"semisync.method={config.semisync.method}: replicas train in rounds; call train_round with the batches of its inner steps")
 
 
 def micro_batches(batch: TrainingBatch, train: TrainConfig) -> list[tuple[list[int], TrainingBatch]]:

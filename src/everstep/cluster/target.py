@@ -8,6 +8,7 @@ from everstep.config.schema import Config, RecoveryConfig
 from everstep.recovery.progress import Deadlines, Judge
 from everstep.recovery.proxy import Relay
 from everstep.recovery.server import CoordinatorServer
+from everstep.telemetry.events import ENGINES
 
 
 def judge(recovery: RecoveryConfig) -> Judge:
@@ -23,24 +24,27 @@ class LaunchedTarget:
 
     ``place(worker)``: (replica, rank), or (-1, -1) for a spare; ``send(worker, signal)`` delivers a signal, ``process(worker)`` names
     the process; ``spares()``: idle ones; ``relays``: the workers that reach the coordinator through one;
-    ``cut(worker)``: takes it off the network and says how, or "" (then its relay is cut).
+    ``cut(worker)``: takes it off the network and says how, or "" (then its relay is cut); ``engine_at(number)``: a rollout engine.
     """
 
     def __init__(
         self, server: Callable[[], CoordinatorServer], place: Callable[[str], tuple[int, int]], send: Callable[[str, int], None],
         process: Callable[[str], str], spares: Callable[[], list[str]], relays: Mapping[str, Relay],
-        cut: Callable[[str], str] = lambda worker: "",
+        cut: Callable[[str], str] = lambda worker: "", engine_at: Callable[[int], str | None] = lambda number: None,
     ):
         self._server, self._place, self._send, self._process = server, place, send, process
-        self._spares, self._relays, self._cut = spares, relays, cut
+        self._spares, self._relays, self._cut, self._engine_at = spares, relays, cut, engine_at
 
     def place(self, worker: str) -> tuple[int, int]:
         return self._place(worker)
 
     def workers_at(self, replica: int, rank: int) -> str | None:
         server = self._server()
-        member = server.coordinator.view.member(replica)
-        worker = member.workers[rank] if member else None
+        if replica == ENGINES:
+            worker = self._engine_at(rank)
+        else:
+            member = server.coordinator.view.member(replica)
+            worker = member.workers[rank] if member else None
         return None if worker in server.dead else worker
 
     def idle_spares(self) -> list[str]:

@@ -23,9 +23,11 @@ import torch.distributed as dist
 
 from everstep.checkpoint import adapter, sharded
 from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.island import Island, Round, RoundWork, island_folder, without_participants
+from everstep.cluster.rank_state import Kept, WholeState
 from everstep.cluster.slots import in_order, micro_batches
 from everstep.config import derive
-from everstep.config.schema import Config, OffloadConfig
+from everstep.config.schema import Config
 from everstep.engine import cpu, source
 from everstep.engine.groups import close_groups
 from everstep.engine.loss import LossFn, LossSpec
@@ -35,19 +37,21 @@ from everstep.errors import CoordinatorLost, DeadlineExceeded, EverstepError, Re
 from everstep.layout import Position
 from everstep.recovery.control import Control
 from everstep.recovery.healing import Healing
-from everstep.recovery.ledger import Contribution
+from everstep.recovery.ledger import Contribution, Ledger, SlotLedger, SumLedger
 from everstep.recovery.link import Link, Links
 from everstep.recovery.replica import ReplicaWorld
 from everstep.recovery.store import RunStore
 from everstep.recovery.transaction import StepReport, Total, Transaction
 from everstep.recovery.victim import Victim
 from everstep.recovery.view import Kind, Record
-from everstep.rl.rollout.transformers import Sampling, TransformersRollout
+from everstep.rl.rollout import Sampling, sync
+from everstep.rl.rollout.transformers import TransformersRollout
 from everstep.telemetry.events import EventLog
 
 Life = tuple[int, int]  # (replica, build): one formation of a replica, and what every call says it is meant for
 
-CALL_PHASES = {"save_shard": "save", "generate": "rollout", "form": "form"}  # what a rank says it does; other methods: "call"
+CALL_PHASES = {"save_shard": "save", "save_island": "save", "generate": "rollout", "send_weights": "send", "form": "form"}  # what a rank says it does; other methods: "call"
+STEPS = ("train_step", "train_round")  # they tell their phases themselves
 BROKEN_NOTICE_S = 5.0  # how long a failed collective waits for the coordinator to say that a rank is gone
 OUT_OF_MEMORY_STATUS = 12  # ENOMEM
 
@@ -83,40 +87,6 @@ class Slots(Protocol):
     def fetch(self, slot: int, dp: int) -> TrainingBatch: ...
 
 
-class EngineState:
-    """The engine's state with its version, as heal and the transaction see it (everstep.recovery.heal.State)."""
-
-    def __init__(self, engine: Engine, version: int | None):
-        self.engine, self.version = engine, version
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Without what LoRA never trains: every rank has that from model.path, and the scalars tell whether it is the same."""
-        return self.engine.state(frozen=False)
-
-    def scalars(self) -> dict[str, Any]:
-        return self.engine.state_scalars()
-
-    def load_scalars(self, scalars: dict[str, Any]) -> None:
-        self.engine.load_scalars(scalars)
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The state of a rank that lives on after its replica broke; the engine it came from is closed."""
-
-    position: Position
-    tensors: dict[str, torch.Tensor]
-    scalars: dict[str, Any]
-    version: int
-
-    def move_to_host(self, offload: OffloadConfig) -> None:
-        """What may be offloaded goes, so that the engine that is built next need not find room beside it."""
-        kinds = (("param/",) if offload.parameters else ()) + (("master/", "exp_avg/", "exp_avg_sq/") if offload.optimizer else ())
-        for name, tensor in self.tensors.items():
-            if name.startswith(kinds) and tensor.is_cuda:
-                self.tensors[name] = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
-
-
 class StepWork:
     """One optimizer step as the transaction sees it (everstep.recovery.transaction.Work)."""
 
@@ -124,21 +94,27 @@ class StepWork:
         self.step, self.slots = step, len(slots)
         self._worker, self._source, self._loss, self._lr, self._temperature = worker, slots, loss, lr, temperature
 
+    def ledger(self) -> Ledger:
+        return SlotLedger() if self._worker.config.recovery.exact else SumLedger()
+
+    def restart(self) -> None:
+        """Nothing changes before a commit."""
+
+    skip = restart
+
     def compute(self, slots: tuple[int, ...]) -> Contribution:
         engine, dp = self._worker.engine, self._worker.position.dp
         batches = [self._source.fetch(slot, dp) for slot in slots]
-        seeds = [_seed(self._worker.config.seed, self.step, slot, dp) for slot in slots]
+        seeds = [self._worker.seed_of(self.step, slot, dp) for slot in slots]
         sums = engine.accumulate(batches, self._loss, seeds, self._temperature)
         self._worker.victim.spoil(self.step, gradients := engine.gradients())
         return Contribution(gradients, sums.cpu())
 
-    def norm(self, gradients: list[torch.Tensor], divisor: float) -> float:
-        return self._worker.engine.squared_norm(gradients) ** 0.5 / divisor
+    def norm(self, gradients: list[torch.Tensor], sums: torch.Tensor) -> float:
+        return self._worker.engine.squared_norm(gradients) ** 0.5 / float(sums[0])
 
     def apply(self, total: Total) -> None:
-        limit = self._worker.config.optimizer.clip_grad_norm
-        clip = min(1.0, limit / (total.grad_norm + 1e-6)) if limit > 0 else 1.0
-        self._worker.engine.apply(total.gradients, clip / total.divisor, self._lr)
+        self._worker.engine.apply(total.gradients, self._worker.clip(total.grad_norm) / total.divisor, self._lr)
 
 
 class Worker:
@@ -154,11 +130,11 @@ class Worker:
         self._source = source.resolve(config.model)
         self._tokenizer: Any = None
         self._rollout: TransformersRollout | None = None
-        self._rollout_version: int | None = None  # known to every rank: all decide alike whether to gather weights
+        self._rollout_weights: tuple[int | None, int] | None = None  # known to every rank: all decide alike whether to gather weights
         self._formation: Formation | None = None
         self._links: Links | None = None
         self._transaction: Transaction | None = None
-        self._state: EngineState | None = None
+        self._state: WholeState | Island | None = None
         self._kept: Kept | None = None
         self._entered = threading.Event()  # a view has included this worker in its present formation
         self.layout = derive.layout(config)
@@ -177,7 +153,7 @@ class Worker:
         return self._state.engine
 
     @property
-    def state(self) -> EngineState:
+    def state(self) -> WholeState | Island:
         if self._state is None:
             raise WorkerFailed(f"worker {self.worker_id} has no place in a replica yet")
         return self._state
@@ -232,7 +208,7 @@ class Worker:
         if kept:
             kept.move_to_host(self.config.engine.offload)
         self._entered.clear()
-        self._rollout_version = None
+        self._rollout_weights = None
         size = len(formation.workers)
         os.environ.update(
             RANK=str(formation.rank), WORLD_SIZE=str(size), EVERSTEP_REPLICA=str(formation.replica),
@@ -255,7 +231,10 @@ class Worker:
             version = 0
         if formation.reference:
             engine.keep_reference()
-        self._state = EngineState(engine, version)
+        if self.config.semisync.method == "none":
+            self._state = WholeState(engine, version)
+        else:
+            self._state = Island(engine, version, self.config, source.describe(self.config.model))
         if kept:
             engine.load_scalars(kept.scalars)
             for name, tensor in engine.state().items():
@@ -287,7 +266,7 @@ class Worker:
             links.drop_all()
         if state is None or formation is None:
             return
-        if state.version is not None:
+        if state.version is not None and not state.island:  # an island's ranks all begin where one other island is
             self._kept = Kept(self.layout.position(formation.rank), dict(state.engine.state()), state.scalars(), state.version)
         state.engine.close()
         self.events.emit("release", replica=formation.replica, rank=formation.rank)
@@ -363,13 +342,13 @@ class Worker:
                 self.leave()
                 raise ReplicaBroken(f"replica {formation.replica}: {error} (in {method})") from error
             who = f"rank {formation.replica}/{formation.rank}" if formation else f"spare {self.worker_id}"
-            what = f"step {args[0]}" if method == "train_step" else method
+            what = f"step {getattr(args[0], 'step', args[0])}" if method in STEPS else method
             raise WorkerFailed(f"{who} failed in {what}: {type(error).__name__}: {error}") from error
 
     @contextlib.contextmanager
     def _telling(self, method: str) -> Iterator[None]:
         """Say that this rank is in a call from outside, and afterwards, where it was before. A step tells its phases itself."""
-        if method == "train_step":
+        if method in STEPS:
             yield
             return
         before, phase = self.control.where, CALL_PHASES.get(method, "call")
@@ -399,6 +378,26 @@ class Worker:
         sums, metrics = self.engine.read_sums(report.sums)
         return dataclasses.replace(report, sums=sums, metrics=metrics)
 
+    def train_round(self, round: Round, slots: Slots, loss: LossSpec, rollout: LossSpec | None = None) -> StepReport:
+        """A round of semi-synchronous training. ``rollout``: names what makes the samples (everstep.cluster.island.Rollout)."""
+        assert self._transaction is not None
+        made: Any = rollout.build() if rollout else None
+        report = self._transaction.run(RoundWork(self, round, slots, loss.build(), made))
+        sums, metrics = self.engine.read_sums(without_participants(report.sums))
+        return dataclasses.replace(report, sums=sums, metrics=metrics)
+
+    def tell_inner_step(self, step: int, inner: int, of: int, slots: tuple[int, ...], seconds: float) -> None:
+        self.events.emit("inner_step", step=step, replica=self.formation.replica, rank=self.formation.rank, inner=inner, of=of,
+                         slots=list(slots), seconds=seconds)
+
+    def seed_of(self, step: int, slot: int, dp: int) -> int:
+        return _seed(self.config.seed, step, slot, dp)
+
+    def clip(self, grad_norm: float) -> float:
+        """What a gradient of this norm is multiplied by (optimizer.clip_grad_norm)."""
+        limit = self.config.optimizer.clip_grad_norm
+        return min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0
+
     def generate(self, batch: TrainingBatch, sampling: Sampling) -> TrainingBatch:
         """Completions for prompts; the collecting rank generates, its model-parallel peers help to gather the weights."""
         room = self.config.engine.offload
@@ -408,6 +407,33 @@ class Worker:
         if self._rollout is None:
             return batch.slice(0, 0)
         return self._rollout.generate(batch, sampling)
+
+    def from_collecting_rank(self, batch: TrainingBatch) -> TrainingBatch:
+        """What the collecting rank of this rank's data-parallel coordinate gives. Collective over the replica."""
+        if self.layout.ranks_per_replica == 1:
+            return batch
+        everybody: list[Any] = [None] * self.layout.ranks_per_replica
+        dist.all_gather_object(everybody, batch if self.formation.rank in self.layout.collect_ranks() else None)
+        found: TrainingBatch = everybody[self.layout.collect_ranks()[self.position.dp]]
+        return found
+
+    def send_weights(self, streams: dict[str, str], version: int, kind: sync.Kind) -> dict[str, str]:
+        """Serve rollout engines (engine -> the stream that it joins) the weights of committed step ``version``.
+
+        A collective of the replica: every rank gathers, the first one sends. Returns, there, engine -> why it did not get all.
+        """
+        if self.state.version != version:
+            raise WorkerFailed(f"weights of step {version} were asked for; worker {self.worker_id} is at {self.state.version}")
+        export = {"full": self.engine.export_hf, "base": self.engine.export_frozen, "adapter": self.engine.export_adapter}[kind]
+        if self.formation.rank != min(self.layout.collect_ranks()):
+            for _ in export():
+                pass
+            return {}
+        with contextlib.ExitStack() as closing:
+            ends = {n: closing.enter_context(sync.stream(s, cast(dist.Store, self.store), self.config.rollout.sync_timeout_s)) for n, s in streams.items()}
+            served, missed = sync.all_served(ends, self.control.local_host)
+            _, failed = sync.send(served, export(), version)
+        return missed | failed
 
     def logprobs(
         self, batch: TrainingBatch, temperature: float = 1.0, model: Literal["policy", "reference"] = "policy"
@@ -442,26 +468,37 @@ class Worker:
             self.offload_to_cpu(parameters, gradients, optimizer)
 
     def state_hash(self) -> tuple[int | None, str]:
-        """(version, hash of every tensor and scalar of this rank's state)."""
-        return self.state.version, self.engine.state_hash()
+        """(version, hash of every tensor and scalar of this rank's state; of an island, of what it has in common with the others)."""
+        return self.state.version, self.state.hash()
 
     def save_shard(self, folder: Path) -> sharded.Shard:
         """Write this rank's state, and the weights under HF names (first rank of the replica), into a checkpoint folder."""
         rank = self.formation.rank
         shard = sharded.save_rank(self.state.tensors(), self.state.scalars(), folder, rank, self.layout)
-        sharded.save_hf(self.engine.export_hf(), self._source.hf_config, self.tokenizer, folder / "hf", write=rank == 0)
-        if self.config.lora.rank:
-            adapter.save(self.engine.export_adapter(), self.config, self._source, folder / "adapter", write=rank == 0)
+        with self.state.global_weights():
+            sharded.save_hf(self.engine.export_hf(), self._source.hf_config, self.tokenizer, folder / "hf", write=rank == 0)
+            if self.config.lora.rank:
+                adapter.save(self.engine.export_adapter(), self.config, self._source, folder / "adapter", write=rank == 0)
         return shard
 
+    def save_island(self, folder: Path) -> sharded.Shard:
+        """Write what this rank has beside the other replicas' ranks of its position (semi-synchronous training)."""
+        own = island_folder(folder, self.formation.replica)
+        shard = sharded.save_rank(self.state.tensors(), self.state.scalars(), own, self.formation.rank, self.layout)
+        return sharded.Shard(shard.rank, {(own.relative_to(folder) / path).as_posix(): entry for path, entry in shard.files.items()})
+
     def load_shard(self, folder: Path, version: int, reference: bool) -> None:
-        """Restore this rank from a checkpoint folder of the same layout inside a replica."""
+        """Restore this rank from a checkpoint folder of the same layout inside a replica; an island from its own part, if that is there,
+        else as the island whose replica wrote the checkpoint."""
         if reference:
             self.engine.keep_reference()
         self.state.version = None
-        self.state.load_scalars(sharded.load_rank(self.state.tensors(), folder, self.formation.rank, self.layout))
+        own = island_folder(folder, self.formation.replica)
+        source_folder = own if self.state.island and own.is_dir() else folder
+        self.state.load_scalars(sharded.load_rank(self.state.tensors(), source_folder, self.formation.rank, self.layout))
+        self.state.restore()
         self.state.version = version
-        self.events.emit("load", step=version, path=str(folder))
+        self.events.emit("load", step=version, path=str(source_folder))
 
     def memory_bytes(self) -> int:
         """Device memory in use (CUDA), or resident memory of the process (CPU)."""
@@ -487,7 +524,7 @@ class Worker:
         elif self._rollout is None:
             dtype = getattr(torch, self.config.model.dtype)
             self._rollout = TransformersRollout(self._source.hf_config, self.tokenizer, self.device, dtype)
-        if self._rollout_version == version:
+        if self._rollout_weights == self.state.weights_key:
             return
         weights = self.engine.export_hf()
         if self._rollout:
@@ -495,7 +532,7 @@ class Worker:
         else:
             for _ in weights:
                 pass  # a collective: every rank of the replica takes part
-        self._rollout_version = version
+        self._rollout_weights = self.state.weights_key
 
 
 def _out_of_memory(error: Exception) -> bool:

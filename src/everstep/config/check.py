@@ -13,12 +13,20 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from everstep.cluster.environment import check_user_environment, detect_launcher, inside_torchrun
-from everstep.config import derive
+from everstep.config import derive, semisync
 from everstep.config.schema import Config, Fault
 from everstep.engine.source import ModelShape, describe, resolve
 from everstep.errors import BadInput, ConfigError
 from everstep.layout import Layout
-from everstep.recovery.faults import AT_POINT, BEFORE_THE_VOTE_IS_COUNTED, DEADLY, HELD_KINDS, PHASES, UNHELD_PHASES
+from everstep.recovery.faults import (
+    AT_POINT,
+    BEFORE_THE_VOTE_IS_COUNTED,
+    DEADLY,
+    ENGINE_PHASES,
+    HELD_KINDS,
+    PHASES,
+    UNHELD_PHASES,
+)
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM")
 
@@ -49,6 +57,7 @@ def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> deriv
     shape = describe(config.model)
     check_model(shape, sizes.layout, config.model.path)
     _check_experts(config, shape, sizes.layout)
+    semisync.check(config, shape)
     _check_data_files(config)
     _check_functions(config)
     return sizes
@@ -119,6 +128,8 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
             )
         if config.replica.id is not None and importlib.util.find_spec("torchft") is None:
             raise ConfigError("several replicas under torchrun need torchft, which is not installed: pip install torchft==0.2.0")
+        if config.rollout.engines:
+            raise ConfigError(f"{how} has no place for rollout.engines={config.rollout.engines}; use launcher=ray, or rollout.engines=0")
         if layout.spares:
             raise ConfigError(
                 f"{how} has no place for layout.spares={layout.spares}: torchrun restarts processes itself; "
@@ -134,6 +145,8 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
                 )
         elif config.local.port:
             _check_port(config.local.port)
+    if not config.ray.address:  # else it is other machines that must have them
+        derive.fused_kernels(config.engine, cuda=derive.device(config, environ) == "cuda")
     if derive.device(config, environ) == "cuda" and not config.ray.address:
         present = derive.cuda_devices(environ)
         if config.replica.id is not None and layout.ranks_per_replica > present:
@@ -141,11 +154,12 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
                 f"a replica has {layout.ranks_per_replica} ranks, this machine has {present} devices that are visible (CUDA_VISIBLE_DEVICES): "
                 "lower layout.tp, layout.cp, layout.pp or layout.dp, or set device=cpu"
             )
-        if config.replica.id is None and layout.devices > present:
+        engines = config.rollout.engines
+        if config.replica.id is None and layout.devices + engines > present:
             raise ConfigError(
-                f"the layout needs {layout.devices} devices ({layout.replicas} replicas of {layout.ranks_per_replica} "
-                f"ranks and {layout.spares} spares), this machine has {present}: lower layout.replicas, layout.spares, "
-                "layout.tp, layout.cp, layout.pp or layout.dp, set device=cpu, or give the address of a cluster as ray.address"
+                f"the layout needs {layout.devices + engines} devices ({layout.replicas} replicas of {layout.ranks_per_replica} "
+                f"ranks, {layout.spares} spares and {engines} rollout engines), this machine has {present}: lower layout.replicas, "
+                "layout.spares, rollout.engines, layout.tp, layout.cp, layout.pp or layout.dp, set device=cpu, or give the address of a cluster as ray.address"
             )
 
 
@@ -232,6 +246,10 @@ def _no_such_victim(fault: Fault, config: Config) -> str:
         if fault.rank >= sizes.spares:
             return f"rank={fault.rank} does not exist; layout.spares={sizes.spares}, counted from 0"
         return f"replica={fault.replica}: phase=spare strikes idle spares, which belong to no replica" if fault.replica else ""
+    if fault.phase in ENGINE_PHASES:
+        if fault.rank >= config.rollout.engines:
+            return f"rank={fault.rank} does not exist; rollout.engines={config.rollout.engines}, counted from 0"
+        return f"replica={fault.replica}: phase={fault.phase} strikes a rollout engine, which belongs to no replica" if fault.replica else ""
     if fault.replica >= sizes.replicas:
         return f"replica={fault.replica} does not exist; layout.replicas={sizes.replicas}, counted from 0"
     if fault.rank >= sizes.ranks_per_replica:
@@ -245,8 +263,12 @@ def _no_such_moment(fault: Fault, config: Config, sizes: derive.Sizes) -> str:
         return f"step={fault.step} never comes; the run has {sizes.total_steps} steps"
     if fault.phase not in PHASES[fault.kind]:
         return f"kind={fault.kind} makes no sense with phase={fault.phase}; it can have {', '.join(sorted(PHASES[fault.kind]))}"
-    if fault.phase == "rollout" and fault.step not in (steps := derive.rollout_steps(config, sizes)):
-        return f"phase=rollout: no rollout precedes step {fault.step}" + (
+    if fault.phase == "rollout" and config.rollout.engines:
+        return "phase=rollout: ranks do not generate with rollout.engines; strike an engine in phase=generate"
+    if fault.phase == "send" and not config.rollout.engines:
+        return "phase=send: without rollout.engines nobody serves weights"
+    if fault.phase in {"rollout", "send"} | ENGINE_PHASES and fault.step not in (steps := derive.rollout_steps(config, sizes)):
+        return f"phase={fault.phase}: no rollout precedes step {fault.step}" + (
             f"; those of {', '.join(map(str, steps[:3]))}, ... have one" if steps else ", recipe=sft has none"
         )
     if fault.phase == "save" and config.resume == "never" and fault.step not in (steps := derive.saved_steps(config, sizes)):
@@ -280,7 +302,7 @@ def _check_recipe(config: Config) -> None:
     rl, warmup = config.rl, config.warmup
     if config.data.format != "prompt":
         raise ConfigError(f"recipe=grpo generates from prompts: set data.format=prompt (it is {config.data.format})")
-    if rl.samples_per_prompt < 2:
+    if rl.samples_per_prompt < 2 and rl.advantage != "reinforce_plus_plus" and rl.lone_completion == "zero":
         raise ConfigError(
             f"rl.samples_per_prompt={rl.samples_per_prompt}: rl.advantage={rl.advantage} compares the completions of "
             "one prompt, and needs at least 2"
@@ -289,6 +311,23 @@ def _check_recipe(config: Config) -> None:
         raise ConfigError(f"warmup.steps={warmup.steps} needs data: set warmup.source, or warmup.steps=0")
     if rl.eval_every and not config.data.eval_source:
         raise ConfigError(f"rl.eval_every={rl.eval_every} needs held-out data: set data.eval_source, or rl.eval_every=0")
+    _check_loss(config)
+
+
+def _check_loss(config: Config) -> None:
+    """Numbers of section ``rl`` that do not go together."""
+    rl = config.rl
+    if rl.clip_low > 1:
+        raise ConfigError(f"rl.clip_low={rl.clip_low} must lie in 0..1")
+    if rl.dual_clip is not None and rl.dual_clip <= 1 + rl.clip_high:
+        raise ConfigError(f"rl.dual_clip={rl.dual_clip} must be greater than 1 + rl.clip_high = {1 + rl.clip_high}, or null")
+    if rl.kl_coef == 0 and (rl.kl_target or rl.kl_in == "reward"):
+        key = f"rl.kl_target={rl.kl_target}" if rl.kl_target else "rl.kl_in=reward"
+        raise ConfigError(f"{key} has no effect with rl.kl_coef=0, which keeps no reference model; set rl.kl_coef, or leave it out")
+    if rl.importance.lower is not None and rl.importance.lower >= rl.importance.upper:
+        raise ConfigError(
+            f"rl.importance.lower={rl.importance.lower} must be below rl.importance.upper={rl.importance.upper}, or null"
+        )
 
 
 def _check_offload(config: Config) -> None:

@@ -6,14 +6,16 @@ come out whole is a :class:`ConfigError` naming the keys to change.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-from everstep.config.schema import Config, TrainConfig
+from everstep.config.schema import Config, EngineConfig, FusedKernel, TrainConfig
 from everstep.errors import ConfigError
 from everstep.layout import Layout
 
@@ -70,6 +72,35 @@ def refuse_adapted_experts(matrices: Iterable[str]) -> None:
             f"lora.targets: {', '.join(found)} match only matrices of experts, which get no adapters; name others, "
             "such as lora.targets=[qkv,proj]"
         )
+
+
+FUSED_KERNELS: frozenset[str] = frozenset(get_args(FusedKernel))
+_WITH_TRITON = frozenset({"norm", "rope", "swiglu", "logprobs"})
+
+
+def fused_kernels(engine: EngineConfig, cuda: bool) -> frozenset[str]:
+    """The fused kernels that ``engine.fused_kernels`` means, on a CUDA device or not. ConfigError if it names one that cannot be had."""
+    wanted = engine.fused_kernels
+    possible: frozenset[str] = frozenset()
+    if cuda:
+        possible = FUSED_KERNELS if has_triton() else FUSED_KERNELS - _WITH_TRITON
+        if engine.deterministic:
+            possible -= {"attention"}
+    if wanted == "auto":
+        return possible
+    if wanted == "none":
+        return frozenset()
+    if missing := sorted(set(wanted) - possible):
+        why = "triton is not installed" if cuda else "there is no CUDA device"
+        if missing == ["attention"] and cuda:
+            why = "cuDNN's attention is not deterministic, and engine.deterministic=true"
+        raise ConfigError(f"engine.fused_kernels asks for {', '.join(missing)}, but {why}; leave it out, or use auto")
+    return frozenset(wanted)
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
@@ -190,14 +221,48 @@ class Sizes:
     main: StepSizes
     warmup: StepSizes | None
     rl: RlSizes | None
+    inner_steps: int = 1  # optimizer steps of one transaction: a round of semi-synchronous training, else one
+
+    @property
+    def warmup_transactions(self) -> int:
+        return self.warmup.steps // self.inner_steps if self.warmup else 0
 
     @property
     def total_steps(self) -> int:
-        return self.main.steps + (self.warmup.steps if self.warmup else 0)
+        """Transactions: optimizer steps, or rounds of semi-synchronous training. What is numbered in logs, faults and checkpoints."""
+        return self.main.steps // self.inner_steps + self.warmup_transactions
+
+
+def inner_steps(config: Config) -> int:
+    """Optimizer steps of one transaction. ``ConfigError`` if ``semisync.sync_every`` does not come out."""
+    semisync = config.semisync
+    if semisync.method == "none":
+        return 1
+    count = semisync.fragments if isinstance(semisync.fragments, int) else len(semisync.fragments)
+    if count < 1:
+        raise ConfigError(f"semisync.fragments={semisync.fragments}: a model has at least one fragment")
+    if semisync.sync_every % count:
+        raise ConfigError(
+            f"semisync.sync_every={semisync.sync_every} must be a multiple of the {count} fragments of semisync.fragments, which take turns"
+        )
+    return semisync.sync_every // count
 
 
 def sizes(config: Config) -> Sizes:
     """All derived sizes. ``ConfigError`` if the batch arithmetic does not come out."""
+    found = dataclasses.replace(_sizes(config), inner_steps=inner_steps(config))
+    parts = [("sft.steps" if config.recipe == "sft" else "the optimizer steps of rl.iterations", found.main)]
+    parts += [("warmup.steps", found.warmup)] if found.warmup else []
+    for key, step in parts:
+        if step.steps % found.inner_steps:
+            raise ConfigError(
+                f"{key}={step.steps} are not whole rounds of semisync.method={config.semisync.method}, which have {found.inner_steps} "
+                "inner steps (semisync.sync_every / fragments); choose a multiple"
+            )
+    return found
+
+
+def _sizes(config: Config) -> Sizes:
     if config.recipe == "sft":
         main = step_sizes(config, "sft.samples_per_step", config.sft.samples_per_step, config.data.max_tokens, config.sft.steps)
         return Sizes(layout(config), main, None, None)
@@ -208,17 +273,39 @@ def sizes(config: Config) -> Sizes:
     if samples % rl.updates_per_pass:
         raise ConfigError(f"rl.updates_per_pass={rl.updates_per_pass} does not divide {product}; change one of them")
     updates = rl.passes * rl.updates_per_pass
-    main = step_sizes(
-        config,
-        "rl.prompts_per_step*rl.samples_per_prompt" + ("/rl.updates_per_pass" if rl.updates_per_pass > 1 else ""),
-        samples // rl.updates_per_pass,
-        config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-        rl.iterations * updates,
-    )
+    if config.semisync.method != "none":
+        main = _island_sizes(config, product, samples)
+    else:
+        main = step_sizes(
+            config,
+            "rl.prompts_per_step*rl.samples_per_prompt" + ("/rl.updates_per_pass" if rl.updates_per_pass > 1 else ""),
+            samples // rl.updates_per_pass,
+            config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+            rl.iterations * updates,
+        )
     warmup = None
     if warm.steps:
         warmup = step_sizes(config, "warmup.samples_per_step", warm.samples_per_step, config.data.max_tokens, warm.steps)
     return Sizes(layout(config), main, warmup, RlSizes(samples, updates, rl.iterations))
+
+
+def _island_sizes(config: Config, product: str, samples: int) -> StepSizes:
+    """An RL step of islands: a slot is a prompt, with all its completions, for each inner data-parallel rank of one replica."""
+    per_slot, replicas = config.rl.samples_per_prompt * config.layout.dp, config.layout.replicas
+    if samples % per_slot or samples // per_slot < replicas:
+        raise ConfigError(
+            f"{product}: with semisync.method={config.semisync.method} each of layout.replicas={replicas} replicas takes whole prompts, as many for "
+            f"each of layout.dp={config.layout.dp} ranks; rl.prompts_per_step={config.rl.prompts_per_step} must be a multiple of layout.dp, and at "
+            f"least {replicas * config.layout.dp}"
+        )
+    slots, max_tokens = samples // per_slot, config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    budget = config.train.tokens_per_micro_batch
+    if budget is not None and budget < max_tokens:
+        raise ConfigError(
+            f"train.tokens_per_micro_batch={budget} is too small for a sample of {max_tokens} tokens, which is what "
+            f"{_max_tokens_keys(config, max_tokens)} allows; raise the one, or lower the other"
+        )
+    return StepSizes(samples, per_slot, slots, _shares(slots, replicas), max_tokens, config.rl.iterations)
 
 
 # ---------------------------------------- what depends on where we are
@@ -272,7 +359,7 @@ def _torch_has_cuda() -> bool:
 
 def saved_steps(config: Config, sizes: Sizes) -> list[int]:
     """Steps after which a run from its start writes a checkpoint: a recipe may save after each of its iterations, or steps."""
-    warm, updates = sizes.warmup.steps if sizes.warmup else 0, sizes.rl.updates_per_iteration if sizes.rl else 1
+    warm, updates = sizes.warmup_transactions, sizes.rl.updates_per_iteration if sizes.rl and sizes.inner_steps == 1 else 1
     saved, last = [], 0
     for step in (*range(1, warm + 1), *range(warm + updates, sizes.total_steps + 1, updates)):
         every, at_end = config.checkpoint.every_steps, config.checkpoint.at_end and step == sizes.total_steps
@@ -283,8 +370,9 @@ def saved_steps(config: Config, sizes: Sizes) -> list[int]:
 
 
 def rollout_steps(config: Config, sizes: Sizes) -> list[int]:
-    """Steps that a rollout of training prompts precedes: the first update of each RL iteration."""
-    if not sizes.rl:
+    """Steps that a rollout of training prompts precedes: the first update of each RL iteration. None in semi-synchronous training,
+    where they are a part of the round."""
+    if not sizes.rl or config.semisync.method != "none":
         return []
     warm = sizes.warmup.steps if sizes.warmup else 0
     return list(range(warm + 1, sizes.total_steps + 1, sizes.rl.updates_per_iteration))

@@ -2,18 +2,18 @@
 
 Units are part of the names: ``_s`` seconds, ``_tokens`` tokens, ``samples_per_step`` samples. A default
 belongs here and nowhere else. Fields exist only once something obeys them. Files and overrides become a tree
-in ``load.py``, combinations are checked in ``check.py``, sizes that follow are computed in ``derive.py``.
+in ``load.py``, combinations are checked in ``check.py``, sizes that follow are computed in ``derive.py``. The
+sections of reinforcement learning are in ``rl_schema.py``.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+from everstep.config.rl_schema import RewardConfig, RlConfig, RolloutConfig, WarmupConfig
+from everstep.config.section import Section
 
 
 class ModelConfig(Section):
@@ -240,95 +240,6 @@ class SftConfig(Section):
     eval_samples: int = Field(128, ge=1, description="Samples of one evaluation (the first ones of the held-out data).")
 
 
-class WarmupConfig(Section):
-    """A short SFT phase before reinforcement learning, in the same run, through the same step transaction."""
-
-    steps: int = Field(0, ge=0, description="Optimizer steps of SFT before RL; 0: none.")
-    samples_per_step: int = Field(32, ge=1, description="Samples of one warm-up step.")
-    lr: float = Field(1e-3, gt=0, description="Learning rate of the warm-up (constant).")
-    source: str | None = Field(
-        None,
-        description="Data of the warm-up, as data.source with data.format=chat or prompt+completion.",
-    )
-    source_args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Keyword arguments of the warm-up source.",
-    )
-
-
-class RlConfig(Section):
-    iterations: int = Field(100, ge=1, description="RL iterations: rollout, reward, advantages, update.")
-    prompts_per_step: int = Field(16, ge=1, description="Prompts per iteration, over all replicas.")
-    samples_per_prompt: int = Field(8, ge=1, description="Completions per prompt (the group of GRPO).")
-    passes: int = Field(1, ge=1, description="Passes over an iteration's samples.")
-    updates_per_pass: int = Field(
-        1,
-        ge=1,
-        description="Optimizer steps per pass; must divide prompts_per_step*samples_per_prompt.",
-    )
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(
-        "grpo",
-        description="Advantage estimator: GRPO (group mean and std), Dr.GRPO (group mean only), RLOO (leave-one-out mean).",
-    )
-    advantage_eps: float = Field(
-        1e-6,
-        gt=0,
-        description="Added to the group's std (GRPO); verl 1e-6, TRL 1e-4.",
-    )
-    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = Field(
-        "token-mean", description="How token losses become one number; denominators are global over the step."
-    )
-    clip_low: float = Field(0.2, ge=0, description="PPO clip range below 1.")
-    clip_high: float = Field(0.2, ge=0, description="PPO clip range above 1 (larger: clip-higher).")
-    dual_clip: float | None = Field(
-        3.0,
-        gt=1,
-        description="Dual-clip constant for negative advantages; null: off.",
-    )
-    kl_coef: float = Field(
-        0.0,
-        ge=0,
-        description="Coefficient of KL to the reference model in the loss; 0: no reference model is kept.",
-    )
-    kl_kind: Literal["k1", "k2", "k3"] = Field(
-        "k3",
-        description="KL estimator (Schulman): k1 log-ratio, k2 half square, k3 unbiased positive.",
-    )
-    entropy_coef: float = Field(0.0, ge=0, description="Entropy bonus.")
-    eval_every: int = Field(
-        0,
-        ge=0,
-        description="Iterations between evaluations on data.eval_source; 0: only before the first and after the last.",
-    )
-
-
-class RolloutConfig(Section):
-    engine: Literal["transformers"] = Field("transformers", description="Generation engine.")
-    temperature: float = Field(1.0, gt=0, description="Sampling temperature.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling mass.")
-    top_k: int = Field(0, ge=0, description="Sample among the k likeliest tokens; 0: all.")
-    max_response_tokens: int = Field(256, ge=1, description="Longest completion in tokens.")
-    samples_per_batch: int = Field(64, ge=1, description="Sequences generated together by one rank.")
-    eval_temperature: float = Field(0.0, ge=0, description="Temperature of evaluation; 0: greedy.")
-    eval_samples: int = Field(
-        128,
-        ge=1,
-        description="Prompts of one evaluation (the first ones of the held-out data).",
-    )
-
-
-class RewardConfig(Section):
-    function: str | None = Field(
-        None,
-        description="`module:function(prompt, completion, record) -> float`, or a name of "
-        "everstep.rl.rewards; default: the task's own scorer for reasoning_gym sources.",
-    )
-    args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Keyword arguments bound to the reward function.",
-    )
-
-
 class TrainConfig(Section):
     micro_batch_size: int | None = Field(
         None,
@@ -440,7 +351,50 @@ class RecoveryConfig(Section):
     )
 
 
-FaultPhase = Literal["compute", "exchange", "salvage", "reduce", "vote", "commit", "apply", "heal", "spare", "save", "rollout"]
+class SemiSyncConfig(Section):
+    """Local SGD (arXiv 1805.09767), DiLoCo (2311.08105), Streaming DiLoCo (2501.18512) over replicas."""
+
+    method: Literal["none", "local_sgd", "diloco", "streaming_diloco"] = Field(
+        "none",
+        description="`none`: replicas add their gradients in every optimizer step. Else each makes inner steps by itself, on its share of each "
+        "step's samples, and only every so often is something sent. `local_sgd`: the weights are averaged. `diloco`: an outer optimizer "
+        "steps along the average of what each replica moved. `streaming_diloco`: the same, a fragment of the model at a time.",
+    )
+    sync_every: int = Field(
+        10,
+        ge=1,
+        description="Inner steps in which every weight is synchronised once. A round, which is committed as a whole and ends with the "
+        "synchronisation of one fragment, has sync_every / number of fragments inner steps. Must divide the steps of the run into whole rounds.",
+    )
+    fragments: int | list[list[str]] = Field(
+        1,
+        description="streaming_diloco: into how many parts the model is cut by its layers, or lists of patterns of module names "
+        "(`model.embed_tokens`, `model.layers.[0-3]`, `model.norm`, `lm_head`), one list for each fragment, every module in exactly one.",
+    )
+    fragment_sync_delay: int = Field(
+        0,
+        ge=0,
+        description="streaming_diloco: inner steps before the end of a round at which what a fragment moved is taken and sent, while they go on. "
+        "Less than the inner steps of a round.",
+    )
+    fragment_update_alpha: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="streaming_diloco: share of a replica's own weights in what it goes on with after a synchronisation; 0: the new global "
+        "weights, 1: its own.",
+    )
+    should_quantize: bool = Field(
+        False,
+        description="Send what weights moved as int8 with one float32 scale for 256 numbers: a quarter of the bytes, rounded twice, by at most "
+        "1/254 of the largest number of each 256 a time.",
+    )
+    outer_lr: float = Field(0.7, gt=0, description="Learning rate of the outer SGD (diloco, streaming_diloco).")
+    outer_momentum: float = Field(0.9, ge=0, lt=1, description="Momentum of the outer SGD.")
+    outer_nesterov: bool = Field(True, description="Nesterov momentum in the outer SGD.")
+
+
+FaultPhase = Literal["compute", "exchange", "salvage", "reduce", "vote", "commit", "apply", "heal", "spare", "save", "rollout", "send", "generate", "sync"]
 FaultKind = Literal["kill", "stop", "exit", "segv", "gil", "oom", "nan", "hang", "partition", "error"]
 
 
@@ -448,12 +402,13 @@ class Fault(Section):
     step: int = Field(
         ge=1,
         description="Global step (as logged) in which the fault happens; heal: the first heal from this step on; save: the step that "
-        "is saved; rollout: the step that the rollout precedes.",
+        "is saved; rollout, send, generate, sync: the step that the rollout precedes.",
     )
     phase: FaultPhase = Field(
         "compute",
         description="Where the victim is: a phase of the step transaction (`commit`: the step is recorded, the victim may not have "
-        "applied it), `spare`: idle, not placed; `save`, `rollout`: in that call.",
+        "applied it), `spare`: idle, not placed; `save`, `rollout`: in that call; `send`: a rank that serves weights "
+        "to rollout engines; `generate`, `sync`: a rollout engine that makes tokens, or gets weights.",
     )
     kind: FaultKind = Field(
         "kill",
@@ -461,8 +416,8 @@ class Fault(Section):
         "call that keeps the interpreter lock for ever, `oom` the main thread takes memory until RLIMIT_AS refuses, `nan` spoils the gradient, `hang` "
         "the main thread never goes on, `error` user code raises. `partition`: the control connection goes silent.",
     )
-    replica: int = Field(0, ge=0, description="Victim's replica; not used by phase spare.")
-    rank: int = Field(0, ge=0, description="Victim's rank inside its replica; phase spare: which of the idle spares.")
+    replica: int = Field(0, ge=0, description="Victim's replica; not used by phases spare, generate, sync.")
+    rank: int = Field(0, ge=0, description="Victim's rank inside its replica; phase spare: which of the idle spares; generate, sync: which of rollout.engines.")
     hold: bool = Field(
         False,
         description="kill, stop, partition: the victim stays where it enters the phase, and the fault comes once a rank of another replica is in the "
@@ -482,6 +437,13 @@ class TelemetryConfig(Section):
         description="Progress display: `rich` live table, `plain` one line per step; auto: rich on a terminal.",
     )
     show_completions: int = Field(1, ge=0, description="Completions printed per RL iteration.")
+    dashboard: bool = Field(
+        False,
+        description="Serve the dashboard of this run while it lasts, from a process of its own; its address is printed, and in `everstep "
+        "status`.",
+    )
+    dashboard_host: str = Field("127.0.0.1", description="Address that telemetry.dashboard listens on; 0.0.0.0: everybody who can reach this machine.")
+    dashboard_port: int = Field(0, ge=0, le=65535, description="Port of telemetry.dashboard; 0: a free one.")
 
 
 class RayConfig(Section):
@@ -599,6 +561,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    semisync: SemiSyncConfig = SemiSyncConfig()
     faults: list[Fault] = Field(
         default_factory=list,
         description="Faults to inject, for tests and demonstrations.",

@@ -1,4 +1,4 @@
-"""Which fused kernels an engine uses, and how they get into Megatron's model.
+"""How the fused kernels that ``engine.fused_kernels`` means (:func:`everstep.config.derive.fused_kernels`) get into Megatron's model.
 
     norm       RMSNorm, also of query and key heads
     rope       rotary embedding, angles in float32
@@ -13,52 +13,17 @@ the rounding of the model's type. The first four need triton (which comes with t
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from everstep.config.schema import FusedKernel
 from everstep.engine.layers import CausalAttention, RMSNorm
-from everstep.errors import BadInput
 
-if TYPE_CHECKING:
-    from everstep.config.schema import EngineConfig
-
-WITH_TRITON = frozenset({"norm", "rope", "swiglu", "logprobs"})
-KERNELS: frozenset[str] = frozenset(get_args(FusedKernel))
 _CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
-def chosen(engine: EngineConfig, device: torch.device) -> frozenset[str]:
-    """The fused kernels that ``engine.fused_kernels`` means on ``device``. BadInput if it names one that cannot be had."""
-    wanted = engine.fused_kernels
-    possible: frozenset[str] = frozenset()
-    if device.type == "cuda":
-        possible = KERNELS if has_triton() else KERNELS - WITH_TRITON
-        if engine.deterministic:
-            possible -= {"attention"}
-    if wanted == "auto":
-        return possible
-    if wanted == "none":
-        return frozenset()
-    if missing := sorted(set(wanted) - possible):
-        why = "there is no CUDA device" if device.type != "cuda" else "triton is not installed"
-        if missing == ["attention"] and device.type == "cuda":
-            why = "cuDNN's attention is not deterministic, and engine.deterministic=true"
-        raise BadInput(f"engine.fused_kernels asks for {', '.join(missing)}, but {why}; leave it out, or use auto")
-    return frozenset(wanted)
-
-
-@functools.cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def configure(megatron: TransformerConfig, fused: frozenset[str]) -> None:

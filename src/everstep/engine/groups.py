@@ -134,3 +134,13 @@ def _first_line(error: BaseException) -> str:
 def forget_frames(trace: TracebackType | None) -> None:
     """Clear the local variables that a traceback holds: they reference groups, and would keep their sockets open."""
     traceback.clear_frames(trace)  # skips frames that are still running
+
+
+def sum_over_replica(own: torch.Tensor) -> torch.Tensor:
+    """Sum over the replica's ranks in the order of ranks, so that it is bitwise equal everywhere; on the CPU."""
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    total = torch.zeros_like(own)
+    for one in everyone:
+        total += one
+    return total.cpu()

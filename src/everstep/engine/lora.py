@@ -247,12 +247,17 @@ def initial(table: Sequence[Piece], seed: int) -> dict[str, Getter]:
     return {p.names[0]: partial(make, p.names[0], p.shapes[0]) for p in table}
 
 
+def without_adapters(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """``rank_parameters`` of the model alone."""
+    return {name: p for name, p in rank_parameters(chunks).items() if f".{NAME}." not in name}
+
+
 class Merged(Mapping[str, Tensor]):
     """``rank_parameters`` of the model without adapters, what they add being added to each weight when it is asked for."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._adapters = adapters(chunks)
-        self._own = {name: p for name, p in rank_parameters(chunks).items() if f".{NAME}." not in name}
+        self._own = without_adapters(chunks)
 
     def __getitem__(self, name: str) -> Tensor:
         own = self._own[name].detach()

@@ -130,11 +130,9 @@ def counted_ranges(chunks: list[DistributedDataParallel], table: list[Piece]) ->
     rank 0 counts, the second copy of a tied embedding counts nowhere, and without the distributed optimizer only
     the first of the ranks that hold equal gradients (data and context parallel; of an expert, expert-data parallel) counts at all.
     """
-    stage, ep = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
-    known = {piece.local: piece for piece in table if piece.held(stage, ep)}
+    known = _held_pieces(table)
     names = parameter_names(chunks)
     sharded = chunks[0].ddp_config.use_distributed_optimizer
-    first_tp = mpu.get_tensor_model_parallel_rank() == 0
     result = []
     for buffer, bucket in _buckets(chunks):
         dp_rank = buffer.data_parallel_group.rank()  # among the ranks that hold equal gradients, or share them out
@@ -146,8 +144,7 @@ def counted_ranges(chunks: list[DistributedDataParallel], table: list[Piece]) ->
         ranges: list[tuple[int, int]] = []
         all_counted = True
         for parameter in bucket.params_list:
-            piece = known[names[parameter]]
-            if piece.shared or (piece.replicated and not first_tp) or (not sharded and dp_rank != 0):
+            if not _counts(known[names[parameter]], sharded, dp_rank):
                 all_counted = False
                 continue
             start, end = (at - bucket.offset for at in buffer.param_index_map[parameter][:2])
@@ -157,6 +154,46 @@ def counted_ranges(chunks: list[DistributedDataParallel], table: list[Piece]) ->
         # Between parameters there is only padding, which is zero.
         result.append([(0, length)] if all_counted else _merged(ranges))
     return result
+
+
+def counted_names(chunks: list[DistributedDataParallel], table: list[Piece]) -> frozenset[str]:
+    """Parameters whose part in this rank's slots counts in a norm over the replica, so that together every number counts once; as
+    ``counted_ranges``, for tensors shaped like slots."""
+    known, names = _held_pieces(table), parameter_names(chunks)
+    sharded = chunks[0].ddp_config.use_distributed_optimizer
+    return frozenset(
+        names[parameter]
+        for buffer, bucket in _buckets(chunks)
+        for parameter in bucket.params_list
+        if _counts(known[names[parameter]], sharded, buffer.data_parallel_group.rank())
+    )
+
+
+def _held_pieces(table: list[Piece]) -> dict[str, Piece]:
+    """Those of this rank, by local name."""
+    stage, ep = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
+    return {piece.local: piece for piece in table if piece.held(stage, ep)}
+
+
+def _counts(piece: Piece, sharded: bool, dp_rank: int) -> bool:
+    """Whether this rank counts what it has of a parameter. ``dp_rank``: among the ranks that hold equal gradients, or share them out."""
+    replicated_elsewhere = piece.replicated and mpu.get_tensor_model_parallel_rank() != 0
+    return not (piece.shared or replicated_elsewhere or (not sharded and dp_rank != 0))
+
+
+def stepped(slots: Sequence[Slot]) -> dict[str, Tensor]:
+    """name -> what the optimizer steps of this rank's parameters: float32 masters, or the parameters themselves."""
+    return {slot.name: slot.stepped.detach() for slot in slots}
+
+
+def names_inside(slots: Sequence[Slot], table: list[Piece]) -> dict[str, tuple[str, ...]]:
+    """name of a slot -> Hugging Face names of the tensors in that parameter."""
+    stage = mpu.get_pipeline_model_parallel_rank()
+    names: dict[str, tuple[str, ...]] = {}
+    for piece in table:
+        if piece.stage == stage:
+            names[piece.local] = (*names.get(piece.local, ()), *piece.names)
+    return {slot.name: names[slot.name] for slot in slots}
 
 
 def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

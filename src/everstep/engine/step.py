@@ -26,19 +26,12 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from everstep.engine import cpu, fusion, hf, lora
+from everstep.config import derive
+from everstep.engine import cpu, groups, hf, lora
 from everstep.engine import state as rank_state
 from everstep.engine.arrange import Grid, Packed
 from everstep.engine.columns import Columns
 from everstep.engine.determinism import set_determinism
-from everstep.engine.groups import (
-    abort_groups,
-    broken_replica,
-    close_groups,
-    forget_frames,
-    give_memory_back,
-    open_groups,
-)
 from everstep.engine.loss import LossFn, pack_sums
 from everstep.engine.model import (
     build_chunks,
@@ -73,6 +66,7 @@ _NEEDS: dict[str, tuple[Part, ...]] = {
     "keep_reference": ("parameters",),
     "accumulate": ("parameters", "gradients"),
     "squared_norm": (),
+    "stepped": ("parameters", "optimizer"),
     "gather_parameters": ("parameters", "optimizer"),
     "logprobs": (),  # see there
     "values": ("parameters",),
@@ -94,10 +88,10 @@ def _inside(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate
                 raise ReplicaBroken("the replica's groups were aborted")
             return result
         except Exception as error:
-            broken = broken_replica(error)
+            broken = groups.broken_replica(error)
             if broken is None:
                 raise
-            forget_frames(error.__traceback__)
+            groups.forget_frames(error.__traceback__)
         raise broken
 
     return wrapped
@@ -126,7 +120,7 @@ class Engine:
         self._adapters = lora.pieces(self._table, config, layout)  # empty without LoRA
         self._frozen_digest: str | None = None
         self._deferred = config.engine.logprob_chunk_tokens > 0  # logits are computed chunk by chunk, outside the model
-        self._fused = fusion.chosen(config.engine, device)
+        self._fused = derive.fused_kernels(config.engine, cuda=device.type == "cuda")
         self._closed = self._aborted = False
         self._beside = beside
         if beside is not None and (beside.layout != layout or beside.position != position):
@@ -137,7 +131,7 @@ class Engine:
         try:
             with cpu.redirected():
                 if beside is None:
-                    open_groups(layout)
+                    groups.open_groups(layout)
                 else:
                     beside._must_be_open()
                 # Before the model: Megatron's tracker must exist when layers with dropout are built.
@@ -153,6 +147,7 @@ class Engine:
                 experts = self.arch.experts
                 self._side = SideState(self._ddps, experts.sparse, experts.count, layout) if experts else None
                 self._counted = rank_state.counted_ranges(self._ddps, self._table + self._adapters)
+                self._counted_names = rank_state.counted_names(self._ddps, self._table + self._adapters)
                 self._residence = Residence(
                     {
                         "parameters": functools.partial(rank_state.parameter_memory, self._ddps),
@@ -162,10 +157,10 @@ class Engine:
                     device,
                 )
         except Exception as error:
-            broken = broken_replica(error)
+            broken = groups.broken_replica(error)
             if broken is None:
                 raise
-            forget_frames(error.__traceback__)
+            groups.forget_frames(error.__traceback__)
         else:
             self._reference: rank_state.ReferenceCopy | lora.AdapterReference | None = None
             return
@@ -220,6 +215,10 @@ class Engine:
         """
         weights = lora.Merged(self._ddps) if self._adapters else rank_parameters(self._ddps)
         return self._each(hf.export(weights, self._table, self.arch))
+
+    def export_frozen(self) -> Iterator[tuple[str, Tensor]]:
+        """As ``export_hf``, without what adapters add."""
+        return self._each(hf.export(lora.without_adapters(self._ddps), self._table, self.arch))
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
         """The adapters alone, as ``export_hf``; named ``MODULE.lora_A.weight`` and ``MODULE.lora_B.weight``."""
@@ -306,7 +305,11 @@ class Engine:
         own = total if self._answers() else torch.zeros_like(total)
         if self._side is not None:
             own = torch.cat([own, self._side.sums(self.device)])
-        return self._sum_over_replica(own)
+        return groups.sum_over_replica(own)
+
+    def no_sums(self, loss: LossFn) -> Tensor:
+        """What ``accumulate`` returns of no micro-batch: zeros."""
+        return torch.zeros(2 + 2 * len(loss.metric_names) + (self._side.width if self._side else 0), dtype=torch.float64)
 
     def gradients(self) -> list[Tensor]:
         """Flat float32 views of the raw gradient sums that this rank's optimizer owns. Padding elements are zero.
@@ -326,17 +329,18 @@ class Engine:
         return sums[:cut], routing_metrics(sums[cut:], experts.count, experts.aux_loss_coef, sums[0])
 
     @_inside
-    def squared_norm(self, totals: list[Tensor]) -> float:
-        """Squared L2 norm of the replica's whole gradient, from tensors shaped like ``gradients()``.
+    def squared_norm(self, totals: Sequence[Tensor], names: Sequence[str] | None = None) -> float:
+        """Squared L2 norm over the replica of tensors shaped like ``gradients()``, or like those of ``stepped()`` with these ``names``.
 
-        Every parameter counts once, whatever the layout. Bitwise equal on all ranks of the replica, and on all
-        replicas with equal totals. Not finite if the gradient is not.
+        Every parameter counts once, whatever the layout. Bitwise equal on all ranks of the replica, and on all replicas with equal
+        totals. Not finite if a number is not.
         """
         own = torch.zeros((), dtype=torch.float64, device=self.device)
-        for total, ranges in zip(totals, self._counted, strict=True):
+        counted = self._counted if names is None else [[(0, t.numel())] * (n in self._counted_names) for n, t in zip(names, totals, strict=True)]
+        for total, ranges in zip(totals, counted, strict=True):
             for start, end in ranges:
-                own += torch.linalg.vector_norm(total[start:end], dtype=torch.float64).square()
-        return float(self._sum_over_replica(own.reshape(1)))
+                own += torch.linalg.vector_norm(total.view(-1)[start:end], dtype=torch.float64).square()
+        return float(groups.sum_over_replica(own.reshape(1)))
 
     @_inside
     def apply(self, totals: list[Tensor], scale: float, lr: float) -> None:
@@ -364,6 +368,16 @@ class Engine:
         for ddp in self._ddps:
             if ddp.ddp_config.use_distributed_optimizer:
                 ddp.start_param_sync(force_sync=True)
+
+    @_inside
+    def stepped(self) -> dict[str, Tensor]:
+        """name -> float32 view of what this rank's optimizer steps (its masters or parameters); ``gather_parameters`` after writing."""
+        return rank_state.stepped(self._slots)
+
+    def inside_stepped(self) -> dict[str, tuple[str, ...]]:
+        """name in ``stepped`` -> transformers' names of the tensors in it."""
+        self._must_be_open()
+        return rank_state.names_inside(self._slots, self._table + self._adapters)
 
     # ------------------------------------------------------------------ log-probabilities
 
@@ -495,7 +509,7 @@ class Engine:
         wait ends when the neighbours close their sockets.
         """
         self._aborted = True
-        abort_groups()
+        groups.abort_groups()
 
     def close(self) -> None:
         """Drop the model and every process group of the replica, its world included. Idempotent; talks to nobody.
@@ -510,9 +524,9 @@ class Engine:
         for name in ("_ddps", "_optimizer", "_slots", "_reference", "_megatron", "_columns", "_residence"):
             self.__dict__.pop(name, None)
         if self._beside is None:
-            close_groups()
+            groups.close_groups()
         else:
-            give_memory_back()
+            groups.give_memory_back()
 
     # ------------------------------------------------------------------ inside
 
@@ -572,15 +586,6 @@ class Engine:
         most = torch.tensor(micro_batches, device=self.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mpu.get_expert_model_parallel_group())
         return int(most)
-
-    def _sum_over_replica(self, own: Tensor) -> Tensor:
-        """Sum over the replica's ranks in the order of ranks, so that it is bitwise equal everywhere; on the CPU."""
-        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, own)
-        total = torch.zeros_like(own)
-        for one in everyone:
-            total += one
-        return total.cpu()
 
 
 def _token_values(outputs: Tensor, arranged: Grid | Packed) -> Tensor:

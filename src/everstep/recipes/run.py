@@ -7,12 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.group import Group, StepResult
+from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.data import PreparedData
+from everstep.engine.loss import LossSpec
 from everstep.telemetry.console import Completion, Console
 from everstep.telemetry.events import EventLog
 from everstep.telemetry.metrics import Metrics
+from everstep.telemetry.ongoing import Ongoing
 
 
 @dataclass
@@ -26,6 +30,7 @@ class Run:
     console: Console | None
     metrics: Metrics | None
     events: EventLog | None
+    ongoing: Ongoing = field(default_factory=Ongoing)
     summary: dict[str, float] = field(default_factory=dict)  # numbers for the closing table, by name
     open_metrics: Callable[[int], Metrics] | None = None
 
@@ -44,13 +49,28 @@ class Run:
         if self.console:
             self.console.start(total, unit, done)
 
+    @property
+    def inner_steps(self) -> int:
+        """Optimizer steps of each committed step: one, or those of a round of semi-synchronous training."""
+        return derive.inner_steps(self.config)
+
+    def train(
+        self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None
+    ) -> StepResult:
+        """The next committed step, over a batch and a learning rate for each of its ``inner_steps``."""
+        if self.config.semisync.method != "none":
+            return self.group.train_round(batches, loss, lrs, temperature, rollout)
+        (batch,), (lr,) = batches, lrs
+        return self.group.train_step(batch, loss, lr, temperature)
+
     def note(self, text: str) -> None:
         if self.console and self.group.is_lead:
             self.console.note(text)
 
     def log(self, step: int, metrics: dict[str, float], show_at: int | None = None) -> None:
         """Record metrics of a global step; ``show_at``: also a line of progress, with this number."""
-        metrics = metrics | self._dispatch_metrics()
+        status = self.group.status()
+        metrics = metrics | self._dispatch_metrics() | self.ongoing.metrics(metrics, status["deaths"], status["spares"])
         if not self.group.is_lead:
             return
         if self.metrics is None and self.open_metrics:
@@ -61,7 +81,6 @@ class Run:
             self.events.emit("metrics", step=step, values=metrics)
         if self.console and show_at is not None:
             self.console.step(show_at, metrics)
-            status = self.group.status()
             self.console.strength(len(status["replicas"]), self.config.layout.replicas, status["spares"])
 
     def completions(self, shown: Sequence[Completion]) -> None:
@@ -93,8 +112,8 @@ class Run:
             self._verified_step = step
 
 
-def step_metrics(result: StepResult, prefix: str) -> dict[str, float]:
-    """The metrics that every recipe reports of an optimizer step. ``prefix``: ``actor`` or ``train``."""
+def step_metrics(result: StepResult, prefix: str, inner_steps: int = 1) -> dict[str, float]:
+    """The metrics that every recipe reports of an optimizer step, or of a round of ``inner_steps``. ``prefix``: ``actor`` or ``train``."""
     return {
         **result.metrics,
         **{f"timing_s/{phase}": spent for phase, spent in result.seconds.items()},
@@ -104,6 +123,8 @@ def step_metrics(result: StepResult, prefix: str) -> dict[str, float]:
         "ft/live_replicas": float(len(result.members)),
         "ft/attempts": float(result.attempts),
         "ft/microbatches_redone": float(result.slots_redone),
+        "ft/link_bytes": result.link_bytes,
+        "ft/link_bytes_per_inner_step": result.link_bytes / inner_steps,
     }
 
 

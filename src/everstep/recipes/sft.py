@@ -14,34 +14,36 @@ LOSS = LossSpec("everstep.rl.losses:sft_loss")
 
 
 def train(run: Run) -> None:
-    """One optimizer step per iteration, over ``sft.samples_per_step`` samples."""
+    """One optimizer step per iteration, over ``sft.samples_per_step`` samples; semi-synchronous, one round of such steps."""
     config, group, data = run.config, run.group, run.data.train
-    total = config.sft.steps
+    total, inner = config.sft.steps, run.inner_steps
     stream = SampleStream(len(data), config.seed, config.data.shuffle)
     if run.state:
         stream.load_state_dict(run.state["stream"])
     state = lambda: {"stream": stream.state_dict()}
-    run.start(total, "step", group.committed_step)
+    run.start(total // inner, "round" if inner > 1 else "step", group.committed_step)
 
-    while group.committed_step < total:
+    while (done := group.committed_step * inner) < total:
         watch = Stopwatch()
-        batch = data.batch(stream.take(config.sft.samples_per_step))
-        lr = learning_rate(config.optimizer, group.committed_step + 1, total)
-        result = group.train_step(batch, LOSS, lr)
-        stream.mark_trained(len(batch))
-        tokens = sum(batch.token_counts())
-        metrics = step_metrics(result, "train") | {
+        batches = [data.batch(stream.take(config.sft.samples_per_step)) for _ in range(inner)]
+        lrs = [learning_rate(config.optimizer, done + i, total) for i in range(1, inner + 1)]
+        result = run.train(batches, LOSS, lrs)
+        done += inner
+        stream.mark_trained(sum(map(len, batches)))
+        tokens = sum(sum(batch.token_counts()) for batch in batches)
+        metrics = step_metrics(result, "train", inner) | {
             "training/pass": stream.trained / stream.size,
+            "training/inner_step": float(done),
             "perf/total_num_tokens": float(tokens),
             "perf/throughput": tokens / watch.lap("step"),
         }
-        last = result.step == total
-        if run.data.eval and (last or (config.sft.eval_every and result.step % config.sft.eval_every == 0)):
+        every = config.sft.eval_every
+        if run.data.eval and (done == total or (every and done // every > (done - inner) // every)):
             metrics["val/loss"] = held_out_loss(run, run.data.eval.first(config.sft.eval_samples))
             watch.lap("testing")
         run.log(result.step, metrics | watch.seconds, show_at=result.step)
         run.verify_if_due()
-        run.save_if_due(state, last=last)
+        run.save_if_due(state, last=done == total)
 
     run.save_if_due(state, last=True)
 

@@ -2,7 +2,8 @@
 
 The schedule is one that the configuration must survive, unless ``reckless``: one replica (drawn from the seed) is never struck, so
 that whatever the timing somebody holds the committed state, and no more processes die than there are spares, and replicas
-above ``recovery.min_replicas``. Every process is as likely a victim as any other: ranks and idle spares alike.
+above ``recovery.min_replicas``. Every process is as likely a victim as any other: ranks, idle spares and rollout engines alike, of which
+no more die than may be started again.
 """
 
 from __future__ import annotations
@@ -14,10 +15,19 @@ from collections.abc import Sequence
 from everstep.config import derive
 from everstep.config.schema import Config, Fault
 from everstep.errors import BadInput
-from everstep.recovery.faults import AT_POINT, BEFORE_THE_VOTE_IS_COUNTED, DEADLY, HELD_KINDS, PHASES, UNHELD_PHASES
+from everstep.recovery.faults import (
+    AT_POINT,
+    BEFORE_THE_VOTE_IS_COUNTED,
+    DEADLY,
+    ENGINE_PHASES,
+    HELD_KINDS,
+    PHASES,
+    UNHELD_PHASES,
+)
 
 #: Kinds that end a run by design: a failure of user code would fail on every replica.
 FATAL = frozenset({"error"})
+ANY_PHASE: frozenset[str] = frozenset().union(*PHASES.values())
 MAX_DELAY_S = 0.05  # delays are drawn so that a fault comes anywhere within a phase of a small model, and soon after it otherwise
 
 
@@ -65,31 +75,35 @@ class _Draw:
         self._spares = config.layout.spares  # that are left, if every death is repaired
         self._mourned: set[int] = set()      # replicas that lose a rank and get a spare: they heal
         self._struck: dict[int, set[int]] = {}  # step -> replicas that lose a rank in it before the vote: their slots are salvaged
+        self._engine_restarts = config.rollout.engine_restarts
         self._safe = rng.randrange(config.layout.replicas)
         self._saved, self._rollouts = set(derive.saved_steps(config, self._sizes)), set(derive.rollout_steps(config, self._sizes))
 
     def all(self, rate: float) -> list[Fault]:
-        drawn: list[tuple[int, str, int]] = []  # step, kind, victim: ranks in order, then spares
+        drawn: list[tuple[int, str, int]] = []  # step, kind, victim: ranks in order, then spares, then rollout engines
+        victims = self._layout.devices + self._config.rollout.engines
         for step in range(1, self._sizes.total_steps + 1):
             count = int(rate) + (self._rng.random() < rate % 1)
-            drawn += [(step, self._rng.choice(self._kinds), self._rng.randrange(self._layout.devices)) for _ in range(count)]
-        drawn = [d for d in drawn if d[2] < self._layout.world_size or "spare" in PHASES[d[1]]]  # an idle spare has no gradient
+            drawn += [(step, self._rng.choice(self._kinds), self._rng.randrange(victims)) for _ in range(count)]
+        drawn = [d for d in drawn if PHASES[d[1]] & self._phases_of(d[2])]  # an idle spare has no gradient
         if not self._reckless:
             drawn = self._survivable(drawn)
         faults = (self._fault(step, kind, victim) for step, kind, victim in drawn)
         return [fault for fault in faults if fault]
 
     def _survivable(self, drawn: list[tuple[int, str, int]]) -> list[tuple[int, str, int]]:
-        harmless = [i for i, (_, kind, _) in enumerate(drawn) if kind not in DEADLY]
+        harmless = [i for i, (_, kind, victim) in enumerate(drawn) if kind not in DEADLY or victim >= self._layout.devices]
         deaths = [
             i for i, (_, kind, victim) in enumerate(drawn)
-            if kind in DEADLY and not (victim < self._layout.world_size and victim // self._layout.ranks_per_replica == self._safe)
+            if i not in harmless and not (victim < self._layout.world_size and victim // self._layout.ranks_per_replica == self._safe)
         ]
         kept = self._rng.sample(deaths, min(len(deaths), budget(self._config)))
         return [drawn[i] for i in sorted(harmless + kept)]
 
     def _fault(self, step: int, kind: str, victim: int) -> Fault | None:
-        """None: a spare that is none any more, or where this kind cannot strike."""
+        """None: a spare that is none any more, an engine that would not be started again, or where this kind cannot strike."""
+        if victim >= self._layout.devices:
+            return self._engine_fault(step, kind, victim - self._layout.devices)
         idle = victim >= self._layout.world_size
         if idle and not self._spares:
             return None
@@ -110,6 +124,19 @@ class _Draw:
             {"step": step, "phase": phase, "kind": kind, "replica": replica, "rank": rank, "hold": hold, "delay_s": delay_s}
         )
 
+    def _engine_fault(self, step: int, kind: str, number: int) -> Fault | None:
+        if step not in self._rollouts or not self._engine_restarts:
+            return None
+        self._engine_restarts -= 1
+        phase = self._rng.choice(sorted(PHASES[kind] & ENGINE_PHASES))
+        return Fault.model_validate({"step": step, "phase": phase, "kind": kind, "rank": number})
+
+    def _phases_of(self, victim: int) -> frozenset[str]:
+        """What kind of phases it can go through at all."""
+        if victim >= self._layout.devices:
+            return ENGINE_PHASES
+        return frozenset({"spare"}) if victim >= self._layout.world_size else ANY_PHASE - ENGINE_PHASES - {"spare"}
+
     def _possible(self, step: int, replica: int) -> set[str]:
         """Phases that a rank of ``replica`` may go through in ``step``."""
         phases = {"compute", "exchange", "reduce", "vote", "commit", "apply"}
@@ -119,6 +146,8 @@ class _Draw:
             phases.add("salvage")
         if step in self._saved and replica == 0:  # the first contributor writes
             phases.add("save")
-        if step in self._rollouts:
+        if step in self._rollouts and not self._config.rollout.engines:
             phases.add("rollout")
+        elif step in self._rollouts and replica == 0:  # the first contributor sends
+            phases.add("send")
         return phases

@@ -7,6 +7,7 @@ not known here: :mod:`everstep.recovery.server` has sockets.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections import deque
@@ -28,6 +29,7 @@ class Progress:
     """What a rank last said of itself. ``heard`` is this machine's monotonic clock."""
 
     heard: float
+    since: float  # when it entered the phase, on the same clock
     step: int = 0
     phase: str = "idle"
     pid: int = 0
@@ -52,7 +54,7 @@ class DurableLog(Protocol):
 class Listener:
     """Who is told what. Called outside the desk's lock, on whatever thread the event came; must not block.
 
-    ``place(worker)``: (replica, rank), (-1, -1) for a spare. ``on_phase(worker, step, phase)`` when a rank enters a phase (fault
+    ``place(worker)``: (replica, rank), (-1, -1) for a spare, (-2, number) for a rollout engine. ``on_phase(worker, step, phase)`` when a rank enters a phase (fault
     injection listens here), ``on_death(worker, cause)`` once for every worker that is expelled (its process must then be killed and
     confirmed dead: rule 8), ``on_record`` for every record published, ``on_word(worker, number, word)`` when a rank answers an order
     of fault injection. ``injected(worker)``: whether it was struck by fault injection.
@@ -181,6 +183,18 @@ class Desk:
     def connected(self, worker: str) -> bool:
         return worker in self._sessions
 
+    def whereabouts(self) -> dict[str, dict[str, Any]]:
+        """Of every living worker by its own last word: place, step, phase, and for how many seconds it has been there."""
+        now = time.monotonic()
+        with self._changed:
+            said = [(worker, dataclasses.replace(p)) for worker, p in self.progress.items() if worker not in self.dead]
+        found: dict[str, dict[str, Any]] = {}
+        for worker, p in said:
+            replica, rank = self._listener.place(worker)
+            found[worker] = {"replica": replica, "rank": rank, "step": p.step, "phase": p.phase, "since_s": now - p.since,
+                             "pid": p.pid, "host": p.host}
+        return found
+
     # -- the order of an event --------------------------------------------------------------------------------------------
 
     def _event(self, decide: Callable[[], list[Record]]) -> None:
@@ -256,7 +270,7 @@ class Desk:
             for message in missed if heard is not None else [message for _, message in list(self._history)[-1:]]:
                 session.put(message)
             self._sessions[worker] = session
-            self.progress[worker] = Progress(time.monotonic(), pid=pid, host=host)
+            self.progress[worker] = Progress(now := time.monotonic(), now, pid=pid, host=host)
             self._changed.notify_all()
             return True
 
@@ -270,13 +284,14 @@ class Desk:
                 progress.detail = message.get("detail", {})
                 self._judge_hears(worker, progress.step, progress.phase, bool(message.get("waits")))
                 if entered:
+                    progress.since = progress.heard
                     self._listener.on_phase(worker, progress.step, progress.phase)
             case "vote":
                 vote = Vote.from_json(message["vote"])
                 self._judge_hears(worker, vote.step, "voted", True)
                 self._event(lambda: self.coordinator.vote(vote))
             case "link_ready":
-                self._event(lambda: self.coordinator.link_ready(worker, message["link_id"]))
+                self._event(lambda: self._acknowledged(worker, message["link_id"]))
             case "link_failed":
                 self._event(lambda: self.coordinator.link_failed(message["link_id"], message["cause"], message["void"]))
             case "bye":
@@ -289,6 +304,13 @@ class Desk:
                 self._listener.on_word(worker, message["number"], message["word"])
             case other:
                 raise wire.Closed(f"unknown message type {other!r}")
+
+    def _acknowledged(self, worker: str, link_id: str) -> list[Record]:
+        build = self.coordinator.build
+        records = self.coordinator.link_ready(worker, link_id)
+        if build and build.link_id == link_id and build.ready:
+            self._events.emit("link_ready", link=link_id, members=[member.replica for member in build.members])
+        return records
 
     def _judge_hears(self, worker: str, step: int, phase: str, waits: bool) -> None:
         if self._judge:

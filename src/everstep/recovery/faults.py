@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from everstep.config.schema import Fault
-from everstep.telemetry.events import EventLog
+from everstep.telemetry.events import ENGINES, EventLog
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 OUTSIDE = frozenset({"kill", "stop", "partition"})
@@ -31,26 +31,40 @@ COMPANY_S = 5.0      # that a held victim waits for a survivor to enter its phas
 ACKNOWLEDGE_S = 5.0  # for a victim to say that it holds its order, before the step begins without it
 
 _STEP = frozenset({"compute", "exchange", "salvage", "reduce", "vote", "apply", "heal"})
-_CALLS = frozenset({"save", "rollout"})
+_CALLS = frozenset({"save", "rollout", "send"})
+#: Phases of rollout engines.
+ENGINE_PHASES = frozenset({"generate", "sync"})
 
 #: A death there leaves slots that nobody holds, or may: they are salvaged.
 BEFORE_THE_VOTE_IS_COUNTED = frozenset({"compute", "exchange", "reduce", "vote"})
 #: What can find its victim waiting at the phase's entry, and the phases that no victim enters by itself.
 HELD_KINDS = frozenset({"kill", "stop", "partition"})
-UNHELD_PHASES = frozenset({"spare", "commit", "heal"})
+UNHELD_PHASES = frozenset({"spare", "commit", "heal"}) | ENGINE_PHASES
 
 #: Where each kind makes sense.
 PHASES: dict[str, frozenset[str]] = {
-    **dict.fromkeys(("kill", "stop", "partition", "exit", "segv", "gil"), _STEP | _CALLS | {"commit", "spare"}),
-    **dict.fromkeys(("hang", "oom"), _STEP | _CALLS),  # an idle spare's main thread waits by nature
+    **dict.fromkeys(("kill", "stop", "exit", "segv", "gil"), _STEP | _CALLS | ENGINE_PHASES | {"commit", "spare"}),
+    "partition": _STEP | _CALLS | {"commit", "spare"},
+    **dict.fromkeys(("hang", "oom"), _STEP | _CALLS | ENGINE_PHASES),  # an idle spare's main thread waits by nature
     "nan": frozenset({"compute"}),              # the one phase that makes a gradient
     "error": frozenset({"compute", "rollout"}),  # where user code runs: losses, rewards' models, sampling
 }
 
 
+def place_of(fault: Fault) -> tuple[int, int]:
+    """(replica, rank) of the victim, as :meth:`Target.place` gives them."""
+    if fault.phase == "spare":
+        return -1, -1
+    return (ENGINES if fault.phase in ENGINE_PHASES else fault.replica), fault.rank
+
+
 def describe(fault: Fault) -> str:
     """One line: what happens to whom, when."""
-    victim = f"spare {fault.rank}" if fault.phase == "spare" else f"rank {fault.replica}/{fault.rank}"
+    victim = f"rank {fault.replica}/{fault.rank}"
+    if fault.phase == "spare":
+        victim = f"spare {fault.rank}"
+    elif fault.phase in ENGINE_PHASES:
+        victim = f"rollout engine {fault.rank}"
     where = "idle" if fault.phase == "spare" else f"in {fault.phase}"
     delay = f" after {fault.delay_s:g} s" if fault.delay_s else ""
     return f"step {fault.step}: {fault.kind} {victim}, {where}{delay}"
@@ -60,7 +74,7 @@ class Target(Protocol):
     """What the injector needs of the launcher."""
 
     def place(self, worker: str) -> tuple[int, int]:
-        """(replica, rank) of a worker; (-1, -1) for a spare."""
+        """(replica, rank) of a worker; (-1, -1) for a spare, (ENGINES, number) for a rollout engine."""
 
     def workers_at(self, replica: int, rank: int) -> str | None:
         """The worker that holds a place now, if it lives."""
@@ -118,7 +132,7 @@ class FaultInjector:
             fault = planned.fault
             if not self._is_ordered(fault) or fault.phase in ("spare", "commit") or not self._is_due(fault, step):
                 continue
-            worker = self._target.workers_at(fault.replica, fault.rank)
+            worker = self._target.workers_at(*place_of(fault))
             if worker and planned.armed != worker and self._order(planned, worker):
                 waiting.append((planned, worker))
         with self._changed:
@@ -143,7 +157,7 @@ class FaultInjector:
             fault = planned.fault
             if fault.phase in ("spare", "commit"):
                 continue
-            mine = (fault.replica, fault.rank) == place
+            mine = place_of(fault) == place
             if fault.kind not in OUTSIDE:
                 if mine and self._is_due(fault, step) and planned.armed != worker:
                     self._order(planned, worker)  # it took the place after the step had begun
@@ -152,7 +166,7 @@ class FaultInjector:
                     self._later(planned, worker)
                 elif mine:
                     self._timer(COMPANY_S, self._later, planned, worker)
-                elif fault.hold and place[0] not in (-1, fault.replica):
+                elif fault.hold and place[0] >= 0 and place[0] != fault.replica:
                     victim = self._target.workers_at(fault.replica, fault.rank)
                     if victim and self._phases.get(victim) == (step, phase):  # it waits, and now it is not alone
                         self._later(planned, victim)
@@ -240,8 +254,7 @@ class FaultInjector:
     def _do(self, planned: _Planned, worker: str) -> None:
         fault = planned.fault
         replica, rank = self._target.place(worker)
-        expected = (-1, -1) if fault.phase == "spare" else (fault.replica, fault.rank)
-        if (replica, rank) != expected or not self._target.lives(worker):  # it died, or a spare took a place, within delay_s
+        if (replica, rank) != place_of(fault) or not self._target.lives(worker):  # it died, or a spare took a place, within delay_s
             with self._changed:
                 planned.armed = ""
             return

@@ -30,13 +30,18 @@ from everstep.errors import DeadlineExceeded, InvariantViolated, LinkBroken
 CHUNK_BYTES = 32 << 20
 _POLL_S = 0.05
 _HAS = struct.Struct("!qQ")    # the joiner's version (-1: dirty), and which tensors it has
-_MARK = struct.Struct("!qQQ")  # version, bytes, checksum
+MARK = struct.Struct("!qQQ")  # version, bytes, checksum
 
 
 class State(Protocol):
-    """A rank's versioned state. ``version`` is the last applied step, or None while it is being changed (dirty)."""
+    """A rank's versioned state. ``version`` is the last applied step, or None while it is being changed (dirty).
+
+    ``island``: a version says only what all replicas agree on, and each has local state beside it. The ranks of a replica must then
+    all have it from one source.
+    """
 
     version: int | None
+    island: bool
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Named views of everything, contiguous; writing into them changes the state."""
@@ -151,13 +156,13 @@ def send(stream: HealStream, state: State, version: int) -> Healed:
     stream.receive_into(memoryview(has))
     tensors = state.tensors()
     if _HAS.unpack(has) == (version, _fingerprint(tensors)):
-        stream.send(memoryview(_MARK.pack(version, 0, 0)))
+        stream.send(memoryview(MARK.pack(version, 0, 0)))
         return Healed(0, time.monotonic() - start)
     header = json.dumps({"scalars": state.scalars(), "tensors": _describe(tensors)}).encode()
-    stream.send(memoryview(_MARK.pack(version, len(header), _checksum(memoryview(header)))))
+    stream.send(memoryview(MARK.pack(version, len(header), checksum_of(memoryview(header)))))
     stream.send(memoryview(header))
-    for host in _on_host(tensors):
-        stream.send(memoryview(_MARK.pack(version, len(host), _checksum(host))))
+    for host in on_host(tensors):
+        stream.send(memoryview(MARK.pack(version, len(host), checksum_of(host))))
         stream.send(host)
         nbytes += len(host)
     return Healed(nbytes, time.monotonic() - start)
@@ -172,11 +177,11 @@ def receive(stream: HealStream, state: State, version: int) -> Healed:
     start, nbytes = time.monotonic(), 0
     mine = state.version if state.version is not None else -1
     stream.send(memoryview(_HAS.pack(mine, _fingerprint(state.tensors()))))
-    size, checksum = _receive_mark(stream, version)
+    size, checksum = receive_mark(stream, version)
     if size == 0:
         return Healed(0, time.monotonic() - start)
     header = bytearray(size)
-    _receive_checked(stream, memoryview(header), size, checksum)
+    receive_checked(stream, memoryview(header), size, checksum)
     said = json.loads(bytes(header))
     state.version = None
     state.load_scalars(said["scalars"])  # first: they say whether there is a reference model, and it has tensors
@@ -187,34 +192,34 @@ def receive(stream: HealStream, state: State, version: int) -> Healed:
         raise InvariantViolated(f"the source's state does not fit mine; first difference: {odd[:1] or 'the order of tensors'}")
     staging: torch.Tensor | None = None
     for chunk in _chunks(tensors):
-        size, checksum = _receive_mark(stream, version)
+        size, checksum = receive_mark(stream, version)
         if chunk.is_cuda:
             staging = staging if staging is not None else torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
             host = staging[: chunk.numel()]
-            _receive_checked(stream, host_bytes(host), size, checksum)
+            receive_checked(stream, host_bytes(host), size, checksum)
             chunk.copy_(host)  # returns when the buffer may be used again
         else:
-            _receive_checked(stream, host_bytes(chunk), size, checksum)
+            receive_checked(stream, host_bytes(chunk), size, checksum)
         nbytes += size
     state.version = version
     return Healed(nbytes, time.monotonic() - start)
 
 
-def _receive_mark(stream: HealStream, version: int) -> tuple[int, int]:
+def receive_mark(stream: HealStream, version: int) -> tuple[int, int]:
     """(bytes, checksum) of what comes next; LinkBroken if it is of another version."""
-    mark = bytearray(_MARK.size)
+    mark = bytearray(MARK.size)
     stream.receive_into(memoryview(mark))
-    sent_version, size, checksum = _MARK.unpack(mark)
+    sent_version, size, checksum = MARK.unpack(mark)
     if sent_version != version:
         raise LinkBroken(f"the source streams version {sent_version}, version {version} was asked for")
     return size, checksum
 
 
-def _receive_checked(stream: HealStream, host: memoryview, expected: int, checksum: int) -> None:
+def receive_checked(stream: HealStream, host: memoryview, expected: int, checksum: int) -> None:
     if len(host) != expected:
         raise LinkBroken(f"a chunk of {expected} bytes came where {len(host)} were expected")
     stream.receive_into(host)
-    if _checksum(host) != checksum:
+    if checksum_of(host) != checksum:
         raise LinkBroken("a chunk arrived damaged: its checksum is wrong")
 
 
@@ -235,7 +240,7 @@ def _chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
             yield from tensor.detach().view(-1).view(torch.uint8).split(CHUNK_BYTES)
 
 
-def _on_host(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
+def on_host(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
     """Each chunk as host memory: in place on CPU; from a device through two pinned buffers on a side stream, the copy of the
     next chunk running while the caller sends this one. A yielded view is valid until the next but one is asked for."""
     staged: tuple[torch.Tensor, torch.cuda.Event] | None = None
@@ -271,5 +276,5 @@ class _FromDevice:
         return host, event
 
 
-def _checksum(host: memoryview) -> int:
+def checksum_of(host: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(host)

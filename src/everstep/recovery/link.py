@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from everstep.errors import DeadlineExceeded, LinkBroken
 from everstep.recovery.view import Record
@@ -38,6 +38,8 @@ class Link:
             nobody else in this process.
         timeout_s: deadline to form the group.
     """
+
+    sent_bytes = 0  # by this rank, as the bandwidth-optimal algorithm of each collective would
 
     def __init__(
         self, name: str, replicas: Sequence[int], me: int, position: int, store: dist.Store, device: torch.device,
@@ -81,6 +83,7 @@ class Link:
         pending = []
         for bucket in _buckets(totals):
             flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([t.reshape(-1) for t in bucket])
+            self._count(2 * flat.nbytes)
             pending.append((self._start(lambda group, flat=flat: group.allreduce([flat], options), flat), flat, bucket))  # type: ignore[misc]
         issued()
         for work, flat, bucket in pending:
@@ -92,7 +95,11 @@ class Link:
         return totals
 
     def gather(self, row: torch.Tensor, stop: Callable[[], bool], timeout_s: float) -> list[torch.Tensor]:
-        """Every member's row (1-D, of the same length everywhere), in the order of ``replicas``, on the CPU. Raises like sum()."""
+        """Every member's row, as ``gather_rows``, on the CPU."""
+        return [r.cpu() for r in self.gather_rows(row, stop, timeout_s)]
+
+    def gather_rows(self, row: torch.Tensor, stop: Callable[[], bool], timeout_s: float) -> list[torch.Tensor]:
+        """Every member's row (1-D, of the same length everywhere), in the order of ``replicas``. Raises like sum()."""
         if self._alone():
             return [row]
         end = time.monotonic() + timeout_s
@@ -100,10 +107,25 @@ class Link:
         options.timeout = timedelta(seconds=timeout_s)
         mine = row.to(self._device)
         rows = [torch.empty_like(mine) for _ in self.replicas]
+        self._count(mine.nbytes * len(self.replicas))
         work = self._start(lambda group: group.allgather([rows], [mine], options), mine, rows)
         self._finish(work, stop, end, timeout_s)
         self._held.clear()
-        return [r.cpu() for r in rows]
+        return rows
+
+    def exchange(self, parts: torch.Tensor, stop: Callable[[], bool], timeout_s: float) -> torch.Tensor:
+        """``parts[i]`` goes to member i; returns what each member sent me, of the same shape. Raises like sum()."""
+        if self._alone():
+            return parts
+        end = time.monotonic() + timeout_s
+        options = AllToAllOptions()
+        options.timeout = timedelta(seconds=timeout_s)
+        mine, got = parts.contiguous(), torch.empty_like(parts)
+        self._count(mine.nbytes)
+        work = self._start(lambda group: group.alltoall_base(got, mine, [], [], options), mine, got)
+        self._finish(work, stop, end, timeout_s)
+        self._held.clear()
+        return got
 
     def fold(
         self, like: Sequence[torch.Tensor], owners: Mapping[int, int], mine: Mapping[int, Sequence[torch.Tensor]], stop: Callable[[], bool],
@@ -140,9 +162,14 @@ class Link:
         return totals
 
     def _broadcast(self, piece: torch.Tensor, root: int, timeout_s: float) -> Any:
+        self._count(piece.nbytes)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = root, 0, timedelta(seconds=timeout_s)
         return self._start(lambda group: group.broadcast([piece], options), piece)
+
+    def _count(self, nbytes: int) -> None:
+        """``nbytes`` of a message of which each member sends all but its own part."""
+        self.sent_bytes += nbytes * (len(self.replicas) - 1) // len(self.replicas)
 
     def _alone(self) -> bool:
         """A single survivor. Raises LinkBroken if the link was dropped."""
@@ -245,6 +272,13 @@ class Links:
         self._links: dict[str, tuple[int, Link]] = {}  # with the number of the record that named it
         self._lock = threading.Lock()
         self._closed = False
+        self._sent_bytes = 0  # over links that were dropped
+
+    @property
+    def sent_bytes(self) -> int:
+        """Sent by this rank so far, over all its links."""
+        with self._lock:
+            return self._sent_bytes + sum(link.sent_bytes for _, link in self._links.values())
 
     def build_in_background(self, record: Record, obsolete: Callable[[], bool], ready: Callable[[], None]) -> None:
         """Build the link that a record of kind BUILD orders; ``ready`` is called once it is warm."""
@@ -279,7 +313,9 @@ class Links:
             self._links[view.link_id] = record.number, link
             kept = {view.link_id, *view.links}
             for name in [n for n, (number, _) in self._links.items() if n not in kept and number < record.number]:
-                self._links.pop(name)[1].drop()
+                dropped = self._links.pop(name)[1]
+                self._sent_bytes += dropped.sent_bytes
+                dropped.drop()
         return link, built
 
     def _form(self, name: str, replicas: Sequence[int], stop: Callable[[], bool]) -> Link:

@@ -32,7 +32,7 @@ from everstep.errors import Fenced, LedgersDiffer, LinkBroken, ReplicaBroken
 from everstep.recovery import heal
 from everstep.recovery.control import Control
 from everstep.recovery.healing import Healing
-from everstep.recovery.ledger import Contribution, Inventory, Ledger, SlotLedger, SumLedger
+from everstep.recovery.ledger import Contribution, Inventory, Ledger
 from everstep.recovery.link import Link, Links
 from everstep.recovery.replica import ReplicaWorld
 from everstep.recovery.view import Epoch, Kind, Outcome, Record, View, Vote, assign
@@ -73,14 +73,23 @@ class Work(Protocol):
     step: int
     slots: int
 
+    def ledger(self) -> Ledger:
+        """An empty one, for this step."""
+
+    def restart(self) -> None:
+        """A deal was opened: nothing computed so far counts. The state is to be that of the last commit."""
+
     def compute(self, slots: tuple[int, ...]) -> Contribution:
         """Zero the buffers, one forward/backward over these slots, one finalize."""
 
-    def norm(self, gradients: list[torch.Tensor], divisor: float) -> float:
-        """Global gradient norm over the replica (collective inside the replica only)."""
+    def norm(self, gradients: list[torch.Tensor], sums: torch.Tensor) -> float:
+        """Global gradient norm over the replica (collective inside the replica only). ``sums``: of all contributions."""
 
     def apply(self, total: Total) -> None:
         """Local arithmetic, and the inner data-parallel gather of parameters."""
+
+    def skip(self) -> None:
+        """The step is committed as a skip: the state is to be that of the last commit."""
 
 
 @dataclass
@@ -96,6 +105,7 @@ class StepReport:
     slots_redone: int  # computed by this replica beyond what it was first dealt
     seconds: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    link_bytes: int = 0  # sent by this rank over the link, in all attempts
 
 
 class Transaction:
@@ -118,7 +128,7 @@ class Transaction:
         is lost), DeadlineExceeded."""
         self._seconds, self._since = {}, time.monotonic()
         self._computed, self._dealt = 0, None
-        ledger: Ledger = SlotLedger() if self._config.exact else SumLedger()
+        ledger, sent_bytes = work.ledger(), self._links.sent_bytes
         attempts = 0
         try:
             while True:
@@ -136,14 +146,14 @@ class Transaction:
                     continue
                 if not self._config.enabled and _is_finite(total):
                     # No death is survived, so the commit needs no waiting for: whoever lacks it resumes from a checkpoint.
-                    return self._finish(work, Outcome.APPLY, total, attempts)
+                    return self._finish(work, Outcome.APPLY, total, attempts, sent_bytes)
                 decision = self._control.after(record.number, self._config.step_timeout_s, f"the commit of step {work.step}")
                 if decision.kind is Kind.COMMIT and decision.step == work.step:
                     if decision.epoch != total.epoch:
                         raise Fenced(
                             f"step {work.step} was committed in epoch {decision.epoch}, this rank holds the total of {total.epoch}"
                         )
-                    return self._finish(work, decision.outcome, total, attempts)
+                    return self._finish(work, decision.outcome, total, attempts, sent_bytes)
                 self._void(record, work.step, decision.cause)
         finally:
             self._healing.forget()
@@ -198,6 +208,7 @@ class Transaction:
         else:
             self._healing.serve(view, stale)  # in the background, while I compute
         if ledger.open(view.deal.number):
+            work.restart()
             member = view.member(self._replica)
             mine = view.deal.share(member, work.slots) if member else ()
             mine = tuple(slot for slot in mine if slot not in view.quarantined)
@@ -213,7 +224,7 @@ class Transaction:
             self._fill(Phase.SALVAGE, work, view, ledger, share)
         gradients = self._reduce(work, view, ledger, link, inventory, stale)
         divisor = float(inventory.sums[0])
-        norm = work.norm(gradients, divisor) if divisor > 0 else float("nan")
+        norm = work.norm(gradients, inventory.sums) if divisor > 0 else float("nan")
         total = Total(view.epoch, gradients, inventory.sums, norm)
         self._vote(work, view, total, ledger, inventory.held)
         return total
@@ -289,18 +300,19 @@ class Transaction:
         bits = struct.unpack("<q", struct.pack("<d", total.grad_norm))[0]
         self._control.vote(Vote(self._worker, work.step, view.epoch, digest, total.divisor, bits, finite, slots))
 
-    def _finish(self, work: Work, outcome: Outcome, total: Total, attempts: int) -> StepReport:
+    def _finish(self, work: Work, outcome: Outcome, total: Total, attempts: int, sent_bytes: int) -> StepReport:
         self._enter(Phase.APPLY, work.step)
         if outcome is Outcome.APPLY:
             self._state.version = None  # dirty until every tensor is written
             work.apply(total)
             self._tell("apply", work.step, total.epoch, divisor=total.divisor)
         else:
+            work.skip()
             self._tell("skip", work.step, total.epoch)
         self._state.version = work.step
         self._enter(Phase.IDLE, work.step)
         return StepReport(work.step, outcome, total.sums.tolist(), total.grad_norm, attempts,
-                          self._computed - (self._dealt or 0), dict(self._seconds))
+                          self._computed - (self._dealt or 0), dict(self._seconds), link_bytes=self._links.sent_bytes - sent_bytes)
 
     def _heal(self, view: View, stale: Callable[[], bool]) -> None:
         """Receive version ``view.committed`` from my position's peer, unless I hold it. The ranks of a replica heal together
@@ -316,6 +328,8 @@ class Transaction:
             broken = str(error)
         healed_all = self._world.agree((int(not broken),), f"the heal before step {view.committed + 1}")
         if not all(ok for (ok,) in healed_all):
+            if self._state.island:  # the next source is another one, and its local weights are not this one's
+                self._state.version = None
             raise LinkBroken(broken or "another rank of this replica was not healed")
 
     # -- telling ------------------------------------------------------------------------------------------------------------

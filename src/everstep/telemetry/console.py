@@ -212,7 +212,7 @@ class Console:
 def recovery_line(recovery: Recovery) -> str:
     """Who, cause, detected after, stalled for, full strength after, redone."""
     if recovery.replica < 0:
-        return f"recovery: a spare died in step {recovery.step} ({recovery.cause}); training was not concerned"
+        return f"recovery: {recovery.who} died in step {recovery.step} ({recovery.cause}); training was not concerned"
     parts = [f"recovery: replica {recovery.replica} rank {recovery.rank} died in step {recovery.step} ({recovery.cause})"]
     if recovery.detect_s is not None:
         parts.append(f"noticed after {recovery.detect_s:.3f} s")

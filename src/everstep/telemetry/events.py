@@ -34,6 +34,10 @@ Epoch = int | tuple[int, ...]
 """A view's epoch: a counter, or (coordinator incarnation, counter). Compared with ``epoch_key``."""
 
 
+#: In the place of a replica, for the position of a rollout engine; ``rank`` is its number then. An idle spare has -1, -1.
+ENGINES = -2
+
+
 @dataclass(frozen=True)
 class EventKind:
     """One line of the registry: what the event means, who writes it, and the fields a reader may rely on."""
@@ -102,6 +106,12 @@ EVENTS: dict[str, EventKind] = {
         step=True,
         epoch=True,
     ),
+    "inner_step": _kind(
+        "rank",
+        "Semi-synchronous training: the rank made inner step `inner` (from 0) of the `of` of a round, on these slots.",
+        "replica rank inner of slots seconds",
+        step=True,
+    ),
     "link_used": _kind(
         "rank",
         "The rank takes a link for this view; `built`: it was ready, as a standby or a joiner's (else it was formed now).",
@@ -131,6 +141,23 @@ EVENTS: dict[str, EventKind] = {
     "skip": _kind("rank", "The rank passed over a commit of kind skip.", "replica rank", step=True, epoch=True),
     "drop": _kind("lead", "Samples that will never be used, and why.", "samples reason"),
     "verify": _kind("lead", "The state hashes of all ranks were compared.", "equal hashes", step=True),
+    # rollout engines
+    "rollout_start": _kind("lead", "A rollout engine was started in the place of a dead one; it has no weights yet.", "engine instead_of"),
+    "rollout_sync_begin": _kind(
+        "rank", "A rollout engine begins to get weights of `step`; until it has them all it holds none.", "engine kind", step=True
+    ),
+    "rollout_made": _kind(
+        "rank", "A rollout engine completed samples; `version`: the committed step of the weights it holds.", "engine samples version"
+    ),
+    "rollout_sync": _kind(
+        "rank",
+        "A rollout engine got weights. `kind`: all of them, the frozen base (LoRA), or adapters, with which it serves `step`.",
+        "engine kind nbytes seconds",
+        step=True,
+    ),
+    "rollout_death": _kind(
+        "lead", "A rollout engine died: `requeued` sequences go on elsewhere, with what it had made of them.", "engine cause requeued dropped"
+    ),
     # membership
     "view": _kind(
         "lead",
@@ -371,6 +398,45 @@ def read_events(folder: str | os.PathLike[str]) -> list[Event]:
     return read_history(folder).events
 
 
+class Tail:
+    """Follows the events of a run that goes on: each call reads only what was appended since the one before.
+
+    A line that is still being written is left for the next call. Other damage raises ``EventLogError``, as in ``read_history``. A file
+    that became shorter was made anew (``--clean``): all is read again.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self._folder = Path(folder)
+        self._files: dict[Path, tuple[int, int, float]] = {}  # bytes and events read, the latest wall clock
+        self._keyed: list[tuple[float, str, int, Event]] = []
+
+    def events(self) -> list[Event]:
+        """All so far, merged by wall time as ``read_events`` does."""
+        if not self._folder.is_dir():
+            raise EventLogError(f"no event log: {self._folder} is not a folder (is it the `events` folder of a run?)")
+        paths = sorted(self._folder.glob("*.jsonl"))
+        if any(path not in paths or path.stat().st_size < done for path, (done, _, _) in self._files.items()):
+            self._files, self._keyed = {}, []
+        fresh = len(self._keyed)
+        for path in paths:
+            done, count, latest = self._files.get(path, (0, 0, -math.inf))
+            with path.open("rb") as file:
+                file.seek(done)
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            begin = whole.rfind(b"\n", 0, len(whole) - 1) + 1
+            if _parse(whole[begin:]) is None:
+                whole = whole[:begin]  # a fragment whose seal has not arrived
+            for event in _parse_lines(whole, path)[0]:
+                latest = max(latest, event.t_wall)
+                self._keyed.append((latest, path.name, count, event))
+                count += 1
+            self._files[path] = (done + len(whole), count, latest)
+        if len(self._keyed) > fresh:
+            self._keyed.sort(key=lambda item: item[:3])
+        return [item[3] for item in self._keyed]
+
+
 def seconds_between(first: Event, second: Event) -> float:
     """Seconds from one event to another: monotonic clock within one machine, wall clock across machines."""
     if first.host == second.host:
@@ -440,7 +506,10 @@ def torn_bytes(fd: int) -> int:
 
 
 def _read_file(path: Path) -> tuple[list[Event], list[TornTail]]:
-    data = path.read_bytes()
+    return _parse_lines(path.read_bytes(), path)
+
+
+def _parse_lines(data: bytes, path: Path) -> tuple[list[Event], list[TornTail]]:
     whole, _, rest = data.rpartition(b"\n")
     torn = [TornTail(path, len(rest))] if rest else []
     lines = whole.split(b"\n") if whole else []

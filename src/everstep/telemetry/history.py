@@ -22,6 +22,7 @@ from typing import TextIO
 from everstep.checkpoint import manifest
 from everstep.telemetry.events import Epoch, Event, epoch_key, of_kind, read_history
 from everstep.telemetry.recoveries import account
+from everstep.telemetry.rollout_history import stale_serving
 
 Key = tuple[int, ...]
 
@@ -116,7 +117,10 @@ def check(folder: str | os.PathLike[str]) -> list[Finding]:
     path = Path(folder)
     record = Record(path, read_history(path / "events").events)
     findings = []
-    for number, (text, examine) in INVARIANTS.items():
+    invariants = dict(INVARIANTS)
+    if record.kind("inner_step"):
+        invariants |= SEMISYNC_INVARIANTS
+    for number, (text, examine) in invariants.items():
         try:
             looked_at, enough = examine(record)
             findings.append(Finding(number, text, True if enough else None, looked_at))
@@ -301,6 +305,39 @@ def redo_is_bounded(record: Record) -> tuple[str, bool]:
     return f"{computed} slots computed (by every rank), {redone} of them because their owner had died", computed > 0
 
 
+def inner_steps_are_of_their_slots(record: Record) -> tuple[str, bool]:
+    """Semi-synchronous training: what a rank says it computed are exactly the slots of its inner steps, in ascending order, each once;
+    and a death costs the inner steps of one round of its replica at most."""
+    open_: dict[str, tuple[Event, list[Event]]] = {}
+    made, islands = 0, set()
+    for event in record.events:
+        if event.event == "inner_step":
+            islands.add(event.who)
+            if event.who not in open_:
+                raise Broken(f"step {event.step}: {event.who} made inner step {event['inner']} outside any computation")
+            open_[event.who][1].append(event)
+        elif event.event == "compute":
+            open_[event.who] = event, []
+        elif event.event == "computed":
+            _, steps = open_.pop(event.who, (event, []))
+            if not islands:
+                continue
+            slots = [slot for step in steps for slot in step["slots"]]
+            inner = [step["inner"] for step in steps]
+            if slots and (sorted(slots) != sorted(event["slots"]) or len(set(slots)) != len(slots)):
+                raise Broken(f"step {event.step}: {event.who} computed slots {event['slots']}, its inner steps were on {slots}")
+            if event["slots"] and not slots:
+                raise Broken(f"step {event.step}: {event.who} computed slots {event['slots']} without an inner step")
+            if inner != sorted(set(inner)) or any(i >= step["of"] for i, step in zip(inner, steps, strict=True)):
+                raise Broken(f"step {event.step}: {event.who} made inner steps {inner} of {steps[0]['of']}")
+            made += len(steps)
+    lost = [steps for _, steps in open_.values() if steps]
+    for steps in lost:
+        if len(steps) > steps[0]["of"]:
+            raise Broken(f"step {steps[0].step}: {steps[0].who} lost {len(steps)} inner steps of a round of {steps[0]['of']}")
+    return f"{made} inner steps (by every rank), {sum(map(len, lost))} more in rounds that their rank did not finish", made > 0
+
+
 def _dealt_to(slot: int, dealt: list[int]) -> int:
     return sorted(dealt)[slot % len(dealt)] if dealt else -1
 
@@ -318,6 +355,13 @@ def checkpoints_complete(record: Record) -> tuple[str, bool]:
     return f"{len(saves)} saved; {named.name} verified byte by byte", True
 
 
+def engines_serve_whole_weights(record: Record) -> tuple[str, bool]:
+    looked_at, wrong = stale_serving(record.events)
+    if wrong:
+        raise Broken(wrong)
+    return f"{looked_at} completions by rollout engines" if looked_at else "no rollout engine completed anything", looked_at > 0
+
+
 INVARIANTS: dict[int, tuple[str, Callable[[Record], tuple[str, bool]]]] = {
     1: ("members hold equal state at every comparison, and equal totals at every commit", equal_state),
     2: ("committed steps are contiguous, each applied exactly once by each member", contiguous_and_applied_once),
@@ -327,6 +371,11 @@ INVARIANTS: dict[int, tuple[str, Callable[[Record], tuple[str, bool]]]] = {
     7: ("the pointer names a complete, checksummed checkpoint", checkpoints_complete),
     8: ("every fault ends in progress or a typed error; no process is left", faults_end),
     9: ("a slot is computed again only if its owner died, or if the step was dealt anew", redo_is_bounded),
+    10: ("a rollout engine serves only weights that it has got whole, and says which", engines_serve_whole_weights),
+}
+#: Of runs in which replicas make inner steps by themselves (semisync.method).
+SEMISYNC_INVARIANTS: dict[int, tuple[str, Callable[[Record], tuple[str, bool]]]] = {
+    11: ("the slots of a round are those of its inner steps; a death costs one replica's inner steps of one round", inner_steps_are_of_their_slots),
 }
 
 

@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from everstep.telemetry.events import Epoch, Event, epoch_key, of_kind, seconds_between
+from everstep.telemetry.events import ENGINES, Epoch, Event, epoch_key, of_kind, seconds_between
 
 SampleKey = tuple[int, str]  # (rl_pass, sample id)
 
@@ -53,6 +53,13 @@ class Recovery:
     full_strength_s: float | None = None
     slots_redone: int = 0
     t_full_strength: float | None = None  # wall clock
+
+    @property
+    def who(self) -> str:
+        """Who died, in words."""
+        if self.replica >= 0:
+            return f"rank {self.replica}/{self.rank}"
+        return f"rollout engine {self.rank}" if self.replica == ENGINES else "a spare"
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
             case "fault":
                 faults.append(event)
             case "death":
-                fault = _fault_of(event, faults)
+                fault = fault_of(event, faults)
                 if fault is not None:
                     faults.remove(fault)
                 view = members.get(epoch_key(event.epoch))
@@ -276,7 +283,7 @@ def _redone(death: Event, later: _Later, computed: list[Event]) -> int:
     return sum(len(slots) for slots in again.values())
 
 
-def _fault_of(death: Event, faults: Sequence[Event]) -> Event | None:
+def fault_of(death: Event, faults: Sequence[Event]) -> Event | None:
     """The latest injected fault of that process, or rank, that no earlier death has claimed; `nan` and `error` kill nobody."""
 
     def same(fault: Event) -> bool:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from everstep.errors import BadInput
 from everstep.telemetry.events import Event, of_kind, read_events
+from everstep.telemetry.goodput import Goodput, goodput
 from everstep.telemetry.metrics import read_metrics
 from everstep.telemetry.recoveries import Account, Recovery, account, recoveries
 
@@ -30,18 +31,18 @@ CURVES = (
 
 
 def summary_table(events: Sequence[Event]) -> Group:
-    """What ``everstep report`` and the demo print: one row per death, then the account of steps and samples."""
-    return _summary(recoveries(events), account(events))
+    """What ``everstep report`` and the demo print: one row per death, the account of steps and samples, and that of time."""
+    return _summary(recoveries(events), account(events), goodput(events))
 
 
-def _summary(deaths: Sequence[Recovery], books: Account) -> Group:
+def _summary(deaths: Sequence[Recovery], books: Account, time: Goodput) -> Group:
     table = Table(title="Recoveries: seconds since the kill", title_justify="left", expand=False)
     table.add_column("killed", no_wrap=True)
     for name in ("step", "noticed", "computing\nagain", "step\ncommitted", "full\nstrength", "slots\nredone"):
         table.add_column(name, justify="right", no_wrap=True)
     for death in deaths:
         table.add_row(
-            "a spare" if death.replica < 0 else f"rank {death.replica}/{death.rank}",
+            death.who,
             str(death.step),
             _seconds(death.detect_s) if death.injected else "(start)",
             _seconds(death.stall_s),
@@ -51,9 +52,8 @@ def _summary(deaths: Sequence[Recovery], books: Account) -> Group:
         )
     lines: list[Text | Table] = [table] if deaths else [Text("No rank died.")]
     for death in deaths:
-        who = "a spare" if death.replica < 0 else f"rank {death.replica}/{death.rank}"
-        lines.append(Text(f"{who} in step {death.step}: {death.cause}"))
-    return Group(*lines, Text(describe(deaths, books)))
+        lines.append(Text(f"{death.who} in step {death.step}: {death.cause}"))
+    return Group(*lines, Text(describe(deaths, books)), Text(describe_time(time)))
 
 
 def describe(deaths: Sequence[Recovery], books: Account) -> str:
@@ -75,6 +75,12 @@ def describe(deaths: Sequence[Recovery], books: Account) -> str:
         rows.append(("steps rolled back by a restart from a checkpoint", _count(books.steps_rolled_back)))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def describe_time(time: Goodput) -> str:
+    """Where the time of all ranks went, in one line."""
+    parts = ", ".join(f"{part} {share:.1%}" for part, share in sorted(time.share.items(), key=lambda item: -item[1]) if share >= 0.0005)
+    return f"time of all ranks over {time.wall_s:.1f} s: {parts}; ETTR {time.ettr:.1%}; {time.samples_per_second:.2f} committed samples/s"
 
 
 def reward_curve(

@@ -1,0 +1,121 @@
+"""A rollout engine in a process of its own: what the pool calls, one call after the other.
+
+Calls are short. ``advance`` generates a few tokens for every sequence that the engine has; so its caller has what was made when the
+process dies, gives it new sequences in between, and can tell a slow engine from one that is stuck.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from everstep.config.schema import Config
+from everstep.engine import cpu, source
+from everstep.errors import EverstepError, WorkerFailed
+from everstep.recovery.control import Control
+from everstep.recovery.victim import Victim
+from everstep.rl.rollout import Response, Sampling, sync
+from everstep.rl.rollout.decoding import Decoder, Pending
+from everstep.rl.rollout.transformers import TransformersRollout
+from everstep.telemetry.events import EventLog
+
+Pieces = dict[str, tuple[Response, bool]]
+
+
+class EngineWorker:
+    """Public methods are the engine's; ``run`` is how a host calls them (as :meth:`everstep.cluster.worker.Worker.run`)."""
+
+    def __init__(
+        self, config: Config, worker_id: str, device: torch.device, control: Control, store: tuple[str, int], events: EventLog
+    ):
+        self.config, self.worker_id, self.device, self.control, self.events = config, worker_id, device, control, events
+        self._store_address = store
+        self._store: dist.Store | None = None
+        self._source = source.resolve(config.model)
+        dtype = getattr(torch, config.model.dtype)
+        tokenizer = source.load_tokenizer(config.model)
+        self._rollout = TransformersRollout(self._source.hf_config, tokenizer, device, dtype)
+        self._decoder: Decoder = self._rollout.decoder()
+        self.victim = Victim(worker_id, events, control.fault_word, lambda: "step {}, {}".format(*control.where))
+        control.on_order, control.on_phase = self.victim.obey, self.victim.enter
+        events.emit("process_start", device=str(device))
+
+    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], life: object = None) -> Any:
+        cpu.enter_thread()
+        function = getattr(self, method, None)
+        if method.startswith("_") or not callable(function):
+            raise WorkerFailed(f"rollout engine has no public method {method!r}")
+        try:
+            return function(*args, **kwargs)
+        except EverstepError:
+            raise
+        except Exception as error:
+            raise WorkerFailed(f"rollout engine {self.worker_id} failed in {method}: {type(error).__name__}: {error}") from error
+
+    def advance(self, new: Sequence[Pending], sampling: Sampling, tokens: int, cancelled: Collection[str] = ()) -> Pieces:
+        """Take ``new`` sequences, forget ``cancelled`` ones, and make up to ``tokens`` tokens for each that is left."""
+        if cancelled:
+            self._decoder.cancel(cancelled)
+        self._decoder.add(new, sampling)
+        with self._in_phase("generate", self._rollout.version or 0):
+            pieces = self._decoder.advance(tokens)
+        if made := [sample for sample, (_, complete) in pieces.items() if complete]:
+            self.events.emit("rollout_made", engine=self.worker_id, samples=made, version=self._rollout.version)
+        return pieces
+
+    def receive_weights(self, name: str, version: int, kind: sync.Kind) -> int:
+        """Weights of committed step ``version``, from whoever serves the stream ``name``; returns bytes.
+
+        What is being generated goes on under them. LinkBroken, if they do not come whole: then there are no weights.
+        """
+        start, counter = time.monotonic(), _Counter()
+        self.events.emit("rollout_sync_begin", step=version, engine=self.worker_id, kind=kind)
+        with self._in_phase("sync", version), sync.stream(name, self._open_store(), self.config.rollout.sync_timeout_s) as stream:
+            weights = counter.counted(sync.receive(stream.join(), version))
+            if kind == "adapter":
+                self._rollout.load_adapter(weights, self.config.lora.alpha / self.config.lora.rank, version)
+            else:
+                self._rollout.load_weights(weights, version if kind == "full" else None)
+        if kind != "base":
+            self._decoder.restart()
+        self.events.emit("rollout_sync", step=version, engine=self.worker_id, kind=kind, nbytes=counter.nbytes,
+                         seconds=time.monotonic() - start)
+        return counter.nbytes
+
+    def weights_digest(self) -> str:
+        """xxh3-128 over names and bytes of all weights, 32 hexadecimal digits."""
+        return self._rollout.digest()
+
+    @contextlib.contextmanager
+    def _in_phase(self, phase: str, version: int) -> Iterator[None]:
+        """Told is the step that these completions, or weights, precede."""
+        self.control.phase(version + 1, phase)
+        try:
+            yield
+        finally:
+            self.control.phase(version + 1, "idle")
+
+    def _open_store(self) -> dist.Store:
+        if self._store is None:
+            host, port = self._store_address
+            self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.config.rollout.sync_timeout_s))
+        return self._store
+
+
+class _Counter:
+    """Counts the bytes of what goes through it."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            self.nbytes += tensor.numel() * tensor.element_size()
+            yield name, tensor

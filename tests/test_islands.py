@@ -1,0 +1,281 @@
+"""Semi-synchronous training as whole runs: real processes, real signals, and what the history checker says.
+
+Deaths leave no trace of when they came: with the same replica dead in the same round, survivors make the same inner steps, whatever
+it was doing when it died, and end with the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.support.runs import DEMO, SFT, Finished, config, finish, gone
+from transformers import AutoModelForCausalLM
+
+from everstep.checkpoint import manifest
+from everstep.cluster import island
+from everstep.cluster.forked import ForkedHost
+from everstep.telemetry.history import check
+from everstep.telemetry.metrics import read_metrics
+from everstep.telemetry.recoveries import account
+
+pytestmark = [pytest.mark.timeout(300)]
+
+ROUNDS, INNER = 4, 3
+SMALL = ["sft.samples_per_step=24", "train.micro_batch_size=4", "train.verify_every=1", "recovery.heartbeat_s=0.2", "optimizer.schedule=constant",
+         "optimizer.warmup_steps=0", "checkpoint.at_end=false"]
+DILOCO = [*SMALL, "semisync.method=diloco", f"semisync.sync_every={INNER}", f"sft.steps={ROUNDS * INNER}"]
+STREAMING = [*SMALL, "semisync.method=streaming_diloco", "semisync.sync_every=6", "semisync.fragments=2", "semisync.fragment_sync_delay=1",
+             "semisync.fragment_update_alpha=0.5", f"sft.steps={ROUNDS * INNER}"]
+
+
+def trained(folder: Path, *overrides: str, file: str = SFT) -> Finished:
+    return finish(config(file, folder / "run", *overrides), host=ForkedHost)
+
+
+def assert_sound(run: Finished, rounds: int = ROUNDS) -> None:
+    findings = check(run.folder)
+    assert not [f for f in findings if f.held is False], findings
+    assert all(f.held for f in findings if f.number not in (7, 10)), findings  # not every run writes a checkpoint, or has engines
+    assert 11 in [f.number for f in findings]
+    books = account(run.events)
+    assert books.exact and books.committed == rounds and books.samples_dropped == 0
+    assert gone(run.pids)
+
+
+def fault(phase: str, replica: int, step: int = 2, kind: str = "kill", rank: int = 0) -> str:
+    held = kind == "kill"
+    return (f"faults=[{{step: {step}, phase: {phase}, kind: {kind}, replica: {replica}, rank: {rank}, hold: {str(held).lower()}, "
+            f"delay_s: {0.005 if held else 0}}}]")
+
+
+# -- against plain arithmetic ----------------------------------------------------------------------------------------------------
+
+
+def saved(run: Finished, replica: int | None = None) -> dict[str, torch.Tensor]:
+    """A rank's state in the last checkpoint: of the replica that wrote it, or of another island."""
+    last = manifest.pointed_at(run.folder / "checkpoints")
+    assert last is not None and not manifest.damage(last)
+    folder = last if replica is None else island.island_folder(last, replica)
+    return load_file(folder / "state" / "rank-000.safetensors")
+
+
+def part(state: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(kind): t for name, t in state.items() if name.startswith(kind)}
+
+
+def test_a_round_is_what_the_paper_says(tmp_path):
+    """One round of two replicas against each replica's inner steps made alone, in runs of one replica on that replica's samples."""
+    same = [*SMALL, "checkpoint.at_end=true", "sft.steps=3", "data.shuffle=false"]
+    both = trained(tmp_path / "both", *same, "semisync.method=diloco", "semisync.sync_every=3")
+    start = trained(tmp_path / "start", *same, "sft.steps=1", "semisync.method=diloco", "semisync.sync_every=1", "optimizer.lr=1e-30", "layout.replicas=1")
+    alone = [trained(tmp_path / f"alone{r}", *same, "layout.replicas=1", "sft.samples_per_step=12",
+                     f"data.source=tests.test_islands:half_{r}") for r in range(2)]
+    before, after = part(saved(start), "global/"), saved(both)
+    for name, g in before.items():
+        moved = [g.double() - part(saved(run), "param/")[name].double().reshape(g.shape) for run in alone]
+        mean = (moved[0] + moved[1]) / 2
+        assert not torch.equal(moved[0], moved[1])
+        torch.testing.assert_close(after[f"momentum/{name}"].double(), mean, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(after[f"global/{name}"].double(), g.double() - 0.7 * (1 + 0.9) * mean, rtol=1e-4, atol=1e-6)
+        assert torch.equal(after[f"global/{name}"].reshape(-1), after[f"param/{name}"].reshape(-1))
+    other = saved(both, replica=1)
+    assert all(torch.equal(after[n], other[n]) for n in after if n.startswith(("global/", "momentum/", "param/")))
+    assert any(not torch.equal(after[n], other[n]) for n in after if n.startswith("exp_avg/"))  # islands
+
+
+def _half(which: int) -> list[dict[str, Any]]:
+    """What replica ``which`` of two is dealt of every step: each second slot of 4 of 24 samples."""
+    from everstep.data.arithmetic import texts
+
+    return [record for i, record in enumerate(texts()) if i // 4 % 2 == which]
+
+
+def half_0() -> list[dict[str, Any]]:
+    return _half(0)
+
+
+def half_1() -> list[dict[str, Any]]:
+    return _half(1)
+
+
+# -- deaths ----------------------------------------------------------------------------------------------------------------------
+
+
+def final(run: Finished) -> set[str]:
+    last = run.kind("verify")[-1]
+    assert last["equal"]
+    return set(last["hashes"].values())
+
+
+PHASES = ("compute", "exchange", "reduce", "vote")
+
+
+def test_survivors_end_with_the_same_bits_whatever_the_dead_replica_was_doing(tmp_path):
+    """Three replicas, one killed in round 2 without a spare, in an inner step, before, in and after the sum: its samples are re-dealt."""
+    hashes = {}
+    for phase in PHASES[::2]:
+        run = trained(tmp_path / phase, *DILOCO, "layout.replicas=3", fault(phase, 1))
+        assert_sound(run)
+        assert run.kind("fault")[0]["phase"] == phase
+        salvaged = [e for e in run.kind("computed") if e["salvage"]]
+        lost = {s for s in range(6 * INNER) if s % 3 == 1}
+        assert {s for e in salvaged for s in e["slots"]} == lost and {e.step for e in salvaged} == {2}
+        again = [e for e in run.kind("inner_step") if e.step == 2 and lost & set(e["slots"]) and e["replica"] != 1]
+        assert len(again) == 2 * INNER  # each survivor makes one more step of each inner step
+        hashes[phase] = final(run)
+    assert len(set.union(*hashes.values())) == 1, hashes
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("replica", [0, 1, 2])
+@pytest.mark.parametrize("how", [DILOCO, STREAMING], ids=["diloco", "streaming"])
+def test_any_replica_may_die_at_any_moment(phase, replica, how, tmp_path):
+    assert_sound(trained(tmp_path, *how, "layout.replicas=3", fault(phase, replica)))
+
+
+@pytest.mark.parametrize("shape", [["layout.tp=2", "engine.sequence_parallel=true"], ["layout.pp=2"]], ids=["tp2", "pp2"])
+def test_a_replica_that_lost_a_rank_comes_back_whole_from_one_island(shape, tmp_path):
+    """The living rank of the broken replica brings nothing along: both ranks begin where one other island is. Streaming, so that local
+    weights differ between replicas."""
+    more = [f"sft.steps={12 * INNER}"]
+    run = trained(tmp_path, *STREAMING, *more, *shape, "layout.spares=1", fault("reduce", 1, rank=1))
+    assert_sound(run, rounds=12)
+    (join,) = run.kind("join")
+    assert join["members"] == [0, 1]
+    healed = run.kind("heal_done")
+    assert {(e["replica"], e["rank"], e["source"]) for e in healed} == {(1, 0, 0), (1, 1, 0)}
+    assert all(e["heal_bytes"] > 0 for e in healed)
+    after = [e for e in run.kind("inner_step") if e.step > join.step and e["replica"] == 1]
+    assert {e["rank"] for e in after} == {0, 1}
+
+
+def test_a_joiner_does_not_count_in_its_first_round(tmp_path):
+    """It heals at the boundary and sends zeros: the mean is over those that made inner steps, so its peer alone decides that round."""
+    run = trained(tmp_path, *DILOCO, f"sft.steps={10 * INNER}", "layout.spares=1", fault("compute", 1))
+    assert_sound(run, rounds=10)
+    first = min(e.step for e in run.kind("heal_done") if e["replica"] == 1) + 1
+    assert not [e for e in run.kind("inner_step") if e.step == first and e["replica"] == 1]
+    assert any(e.step == first and e["replica"] == 1 for e in run.kind("apply"))
+    assert [e for e in run.kind("inner_step") if e.step == first + 1 and e["replica"] == 1]
+
+
+# -- failed rounds -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_round_that_is_not_finite_is_made_again_and_leaves_nothing_behind(tmp_path):
+    """The islands go back to the last commit, optimizer state included, and make the same steps: the same bits as without the fault."""
+    calm = trained(tmp_path / "calm", *STREAMING)
+    run = trained(tmp_path / "nan", *STREAMING, fault("compute", 1, kind="nan"))
+    assert_sound(run)
+    assert any("non-finite" in e["cause"] for e in run.kind("view"))
+    assert final(run) == final(calm)
+
+
+def test_a_round_that_is_not_finite_twice_is_skipped_and_restores_the_last_commit(tmp_path):
+    """As if the round had not been: every bit of every island is that of a run which ends before it."""
+    nan = "{step: 3, phase: compute, kind: nan, replica: 1}"
+    run = trained(tmp_path / "skip", *STREAMING, "sft.steps=9", "checkpoint.at_end=true", f"faults=[{nan}, {nan}]")
+    assert_sound(run, rounds=3)
+    assert [c["kind"] for c in run.kind("commit")] == ["apply", "apply", "skip"]
+    assert len(run.kind("commit")[2]["samples"]) == 24 * INNER
+    before = trained(tmp_path / "before", *STREAMING, "sft.steps=6", "checkpoint.at_end=true")
+    for replica in (None, 1):
+        one, two = saved(run, replica), saved(before, replica)
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_ends_with_every_bit_of_an_uninterrupted_one(tmp_path):
+    """Local weights and moments of every island included; they differ between replicas."""
+    whole = trained(tmp_path / "whole", *STREAMING, "checkpoint.at_end=true")
+    trained(tmp_path / "parts", *STREAMING, "sft.steps=6", "checkpoint.at_end=true")
+    parts = trained(tmp_path / "parts", *STREAMING, "checkpoint.at_end=true", "resume=must")
+    for replica in (None, 1):
+        one, two = saved(whole, replica), saved(parts, replica)
+        assert set(one) == set(two) and all(torch.equal(one[name], two[name]) for name in one)
+    assert any(not torch.equal(saved(whole)[name], saved(whole, 1)[name]) for name in saved(whole) if name.startswith("param/"))
+    # What others load are the global weights, not those of the replica that happened to write.
+    last = manifest.pointed_at(whole.folder / "checkpoints")
+    assert last is not None
+    embedding = AutoModelForCausalLM.from_pretrained(last / "hf").model.embed_tokens.weight
+    kept = saved(whole)["global/embedding.word_embeddings.weight"].view(-1, embedding.shape[1])[: len(embedding)]
+    assert torch.equal(embedding, kept) and not torch.equal(embedding, saved(whole)["param/embedding.word_embeddings.weight"][: len(embedding)])
+
+
+# -- every layout ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [
+    pytest.param(["layout.pp=2", "layout.vpp=2", "model.path={deep}"], id="vpp2"),  # two model parts on each rank
+    pytest.param(["layout.dp=2", "train.micro_batch_size=2"], id="dp2", marks=pytest.mark.full),
+    pytest.param(["layout.cp=2"], id="cp2", marks=pytest.mark.full),
+    pytest.param(["layout.dp=2", "layout.ep=2", "train.micro_batch_size=2", "model.path={moe}"], id="ep2", marks=pytest.mark.full),
+    pytest.param(["lora.rank=4", "model.dtype=bfloat16"], id="lora-bf16", marks=pytest.mark.full),
+])
+def test_every_part_of_the_model_is_synchronised(shape, tmp_path, monkeypatch):
+    """Under each inner layout the global weights are those of the plain one, within rounding, and every one of them moved."""
+    made = tmp_path / "deep"
+    made.mkdir()
+    tiny = Path(__file__).parents[1] / "examples" / "models" / "tiny-qwen3"
+    for file in tiny.iterdir():
+        (made / file.name).write_bytes(file.read_bytes())
+    described = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(described | {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}))
+    names = {"deep": str(made), "moe": str(tiny.with_name("tiny-qwen3-moe"))}
+    shape = [s.format(**names) if "{" in s else s for s in shape]
+    run = trained(tmp_path / "cut", *DILOCO, *shape, "checkpoint.at_end=true")
+    assert_sound(run)
+    last = manifest.pointed_at(run.folder / "checkpoints")
+    assert last is not None
+    shards = sorted((last / "state").glob("rank-*.safetensors"))
+    ranks = [load_file(path) for path in shards]
+    moved = [(rank, name) for rank, state in enumerate(ranks) for name, t in part(state, "momentum/").items() if t.numel()]
+    still = [(rank, name) for rank, name in moved if not ranks[rank][f"momentum/{name}"].abs().max() > 0]
+    assert moved and not still, still
+    assert len(ranks) == run.kind("form")[0]["world_size"]
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_round_sends_what_one_synchronous_step_sends_and_quantised_a_quarter(tmp_path):
+    """Bytes over the link for an inner step, from the metrics of runs of the same model."""
+    per_step = {}
+    for name, overrides in {
+        "synchronous": [*SMALL, "sft.steps=6"],
+        "diloco": [*DILOCO, "sft.steps=6"],
+        "quantised": [*DILOCO, "sft.steps=6", "semisync.should_quantize=true"],
+    }.items():
+        run = trained(tmp_path / name, *overrides)
+        per_step[name] = [row["ft/link_bytes_per_inner_step"] for row in read_metrics(run.folder / "metrics.jsonl")]
+    synchronous = per_step["synchronous"][-1]
+    assert len(set(per_step["synchronous"])) == 1 and synchronous > 300_000
+    assert all(x == pytest.approx(synchronous / INNER, rel=0.01) for x in per_step["diloco"])
+    assert all(x == pytest.approx(synchronous / INNER * (1 + 4 / 256) / 4, rel=0.02) for x in per_step["quantised"])
+
+
+# -- GRPO --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_grpo_islands_make_rollouts_of_their_own_and_one_of_them_dies(tmp_path):
+    """Each prompt's group is generated, scored and trained on by one replica; after a death its prompts are re-dealt."""
+    run = trained(tmp_path, "semisync.method=diloco", "semisync.sync_every=2", "warmup.steps=4", "rl.iterations=6", "rl.prompts_per_step=6",
+                  "rl.samples_per_prompt=4", "train.micro_batch_size=8", "warmup.samples_per_step=24", "layout.spares=0", "layout.replicas=3", "rl.kl_coef=0.01",
+                  "rollout.eval_samples=8", "train.verify_every=1", "checkpoint.at_end=false", fault("compute", 2, step=4), file=DEMO)
+    assert_sound(run, rounds=5)
+    assert [e for e in run.kind("computed") if e["salvage"] and e.step == 4]
+    assert not [e for e in run.kind("call") if e["method"] == "generate" and e.t_wall > run.kind("commit")[2].t_wall and
+                e.t_wall < run.kind("commit")[-1].t_wall]  # rollouts are the islands' own business
+    rows = read_metrics(run.folder / "metrics.jsonl")
+    assert [row.get("training/iteration") for row in rows] == [None, None, 2.0, 4.0, 6.0]
+    assert all(0 <= row["critic/score/mean"] <= 1 and row["response_length/mean"] > 0 and row["actor/kl_loss"] >= 0 for row in rows[2:])
+    samples = [s for c in run.kind("commit")[2:] for s in c["samples"]]
+    assert len(samples) == 6 * 6 * 4 == len(set(samples))

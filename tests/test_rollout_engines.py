@@ -1,0 +1,182 @@
+"""Rollout engines as processes of their own: whole GRPO runs whose final weights are those of a run in which ranks generate themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.runs import DEMO, Finished, config, finish, gone
+from tests.test_faults import assert_invariants
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from everstep.cluster.forked import ForkedHost
+from everstep.rl.rollout import Sampling
+from everstep.rl.rollout.decoding import Pending
+from everstep.rl.rollout.transformers import TransformersRollout
+from everstep.telemetry.history import check
+
+SHORT = ["faults=[]", "warmup.steps=4", "rl.iterations=4", "rl.eval_every=2", "recovery.exact=true", "train.micro_batch_size=64",
+         "warmup.samples_per_step=128", "rl.prompts_per_step=16", "layout.replicas=2", "layout.spares=1", "rollout.tokens_per_call=1",
+         "recovery.heartbeat_s=0.2", "checkpoint.at_end=false", "rollout.samples_per_batch=64"]
+ENGINES = ["rollout.engines=2", "rollout.call_timeout_s=20"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Finished:
+    return finish(config(DEMO, tmp_path_factory.mktemp("ranks"), *SHORT), clean=True, host=ForkedHost)
+
+
+def engines(folder: Path, *more: str) -> Finished:
+    done = finish(config(DEMO, folder, *SHORT, *ENGINES, *more), clean=True, host=ForkedHost)
+    assert_invariants(done, 8)
+    assert gone(done.pids)
+    return done
+
+
+def test_engines_that_are_killed_while_they_generate_and_while_they_get_weights_change_nothing(tmp_path, undisturbed) -> None:
+    """And a rank that dies while it serves weights. The final weights are those of a run without engines and without deaths."""
+    faults = ["{step: 5, phase: generate, kind: kill, rank: 0}", "{step: 6, phase: sync, kind: kill, rank: 1}",
+              "{step: 7, phase: send, kind: kill, replica: 0, rank: 0}", "{step: 8, phase: generate, kind: exit, rank: 1}"]
+    done = engines(tmp_path, f"faults=[{', '.join(faults)}]")
+    assert done.final_hashes == undisturbed.final_hashes
+    assert len(done.kind("fault")) == 4 and len(done.kind("rollout_death")) == len(done.kind("rollout_start")) == 3
+    assert sum(e["requeued"] for e in done.kind("rollout_death")) > 0 and not done.kind("drop")
+    assert next(f for f in check(done.folder) if f.number == 10).held
+
+
+@pytest.mark.full
+def test_engines_that_freeze_hang_or_run_out_of_memory_are_replaced(tmp_path, undisturbed) -> None:
+    faults = ["{step: 5, phase: generate, kind: stop, rank: 0}", "{step: 6, phase: generate, kind: hang, rank: 1}",
+              "{step: 7, phase: generate, kind: oom, rank: 0}", "{step: 8, phase: sync, kind: gil, rank: 1}"]
+    done = engines(tmp_path, f"faults=[{', '.join(faults)}]", "recovery.silence_s=3", "rollout.call_timeout_s=4", "rollout.sync_timeout_s=6")
+    assert done.final_hashes == undisturbed.final_hashes
+    assert len(done.kind("fault")) == 4 and len(done.kind("rollout_death")) == 4
+    causes = " ".join(e["cause"] for e in done.kind("rollout_death"))
+    assert "silent for 3 s" in causes and "rollout.call_timeout_s" in causes
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shape", [["layout.tp=2", "engine.sequence_parallel=true"], ["layout.pp=2"], ["layout.dp=2", "train.micro_batch_size=32"]])
+def test_weights_reach_engines_from_every_layout(tmp_path, undisturbed, shape) -> None:
+    ours = finish(config(DEMO, tmp_path / "ranks", *SHORT, *shape, "layout.spares=0"), clean=True, host=ForkedHost)
+    done = engines(tmp_path / "engines", *shape, "layout.spares=0")
+    assert done.final_hashes == ours.final_hashes
+
+
+@pytest.mark.full
+def test_with_lora_only_adapters_travel_after_the_first_time(tmp_path) -> None:
+    done = engines(tmp_path, "lora.rank=4", "faults=[{step: 6, phase: generate, kind: kill, rank: 0}]")
+    syncs = done.kind("rollout_sync")
+    base = [e for e in syncs if e["kind"] == "base"]
+    assert len(base) == 3, "two engines, and the one that replaced the dead one"
+    assert {e["kind"] for e in syncs} == {"base", "adapter"} and max(e["nbytes"] for e in syncs if e["kind"] == "adapter") < base[0]["nbytes"] / 4
+
+
+# -- the decoder -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rollout() -> TransformersRollout:
+    tiny = Path(DEMO).parent / "models" / "tiny-qwen3"
+    torch.manual_seed(0)
+    hf = AutoConfig.from_pretrained(tiny)
+    model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 2:
+                p.mul_(6)
+    made = TransformersRollout(hf, AutoTokenizer.from_pretrained(tiny))
+    made.load_weights(model.state_dict().items(), version=3)
+    return made
+
+
+SAMPLING = Sampling(max_response_tokens=9, samples_per_batch=5, seed=1)
+PROMPTS = {f"s{i}": list(range(2, 4 + i % 4)) for i in range(12)}
+
+
+def sequences() -> list[Pending]:
+    return [Pending(sample, list(tokens)) for sample, tokens in PROMPTS.items()]
+
+
+def finished(decoder, made: list[Pending], tokens: int) -> dict[str, list[int]]:
+    gained: dict[str, list[int]] = {s.sample_id: list(s.made.tokens) for s in made}
+    while len(decoder):
+        for sample, (response, _) in decoder.advance(tokens).items():
+            gained[sample] += response.tokens
+    assert gained == {s.sample_id: s.made.tokens for s in made}
+    return gained
+
+
+def test_sequences_that_come_later_or_go_on_elsewhere_are_those_that_were_generated_in_one_go(rollout) -> None:
+    whole = sequences()
+    decoder = rollout.decoder()
+    decoder.add(whole, SAMPLING)
+    expected = finished(decoder, whole, 100)
+    for tokens in (1, 2, 4):
+        first, made = rollout.decoder(), sequences()
+        first.add(made[:7], SAMPLING)
+        first.advance(tokens)
+        first.add(made[7:], SAMPLING)
+        first.advance(tokens)
+        second = rollout.decoder()  # another process, after the first one died
+        second.add([s for s in made if not s.made.text and len(s.made.tokens) < SAMPLING.max_response_tokens], SAMPLING)
+        finished(second, [s for s in made if s.sample_id in {w.sample_id for w in second._waiting}], tokens)
+        assert {s.sample_id: s.made.tokens for s in made} == expected
+
+
+def test_new_weights_in_the_middle_mark_each_token_and_cancelled_ones_are_gone(rollout) -> None:
+    made = sequences()[:4]
+    decoder = rollout.decoder()
+    decoder.add(made, SAMPLING)
+    decoder.advance(2)
+    decoder.cancel({"s1"})
+    weights = {name: p.clone() for name, p in rollout.model.named_parameters()}
+    try:
+        rollout.load_weights(((n, p * 1.1) for n, p in weights.items()), version=4)
+        decoder.restart()
+        while len(decoder):
+            decoder.advance(3)
+    finally:
+        rollout.load_weights(weights.items(), version=3)
+    for sequence in made:
+        versions = sequence.made.versions
+        if sequence.sample_id == "s1":
+            assert versions == [3, 3]
+        else:
+            assert versions == sorted(versions) and len(versions) == len(sequence.made.tokens) and versions[:2] == [3, 3][: len(versions)]
+    assert any(4 in s.made.versions for s in made)
+
+
+def test_sequences_with_other_sampling_are_refused_while_some_are_decoded(rollout) -> None:
+    decoder = rollout.decoder()
+    decoder.add(sequences()[:1], SAMPLING)
+    with pytest.raises(ValueError, match="sampled otherwise"):
+        decoder.add(sequences()[1:2], Sampling(temperature=0.0))
+
+
+def test_an_adapter_beside_frozen_weights_is_what_peft_would_merge(rollout) -> None:
+    tiny = Path(DEMO).parent / "models" / "tiny-qwen3"
+    mine = TransformersRollout(rollout.model.config, AutoTokenizer.from_pretrained(tiny))
+    frozen = {name: p.clone() for name, p in rollout.model.named_parameters()}
+    mine.load_weights(frozen.items(), version=None)
+    assert mine.version is None
+    module = "model.layers.0.self_attn.q_proj"
+    out, into = frozen[f"{module}.weight"].shape
+    a, b = torch.randn(2, into), torch.randn(out, 2)
+    for version, factor in ((1, 1.0), (2, 3.0)):  # the second replaces the first
+        mine.load_adapter([(f"{module}.lora_A.weight", a * factor), (f"{module}.lora_B.weight", b)], 0.5, version)
+        expected = frozen[f"{module}.weight"] + 0.5 * factor * (b @ a)
+        torch.testing.assert_close(dict(mine.model.named_parameters())[f"{module}.weight"].detach(), expected)
+        assert mine.version == version
+
+
+def test_the_samples_of_one_prompt_are_prefilled_once(rollout, monkeypatch) -> None:
+    rows = []
+    forward = rollout.model.forward
+    monkeypatch.setattr(rollout.model, "forward", lambda *a, **k: (rows.append(len(k["input_ids"])), forward(*a, **k))[1])
+    decoder = rollout.decoder()
+    decoder._cache_argument = "cache" if "cache" in forward.__code__.co_varnames else "past_key_values"
+    decoder.add([Pending(f"p{i}#{k}", [2, 3, 4 + i]) for i in range(2) for k in range(8)], Sampling(max_response_tokens=2, samples_per_batch=16))
+    decoder.advance(1)
+    assert rows[0] == 2

@@ -248,3 +248,23 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         replicas.finished()
 
 
+
+
+@pytest.mark.full
+def test_islands_are_saved_whole_and_resumed(tmp_path: Path) -> None:
+    """Semi-synchronous training: a checkpoint holds the local state of every replica, wherever it was started."""
+    rounds = ["semisync.method=diloco", "semisync.sync_every=2", "optimizer.schedule=constant", "recovery.exact=false", "checkpoint.every_steps=3"]
+
+    def run(name: str, *more: str) -> Finished:
+        with Replicas(local(tmp_path, 2, *rounds, *more), tmp_path / name) as replicas:
+            replicas.start(0, 1)
+            return replicas.finished()
+
+    whole = run("whole", "sft.steps=12")
+    folders = sorted((whole.folder / "checkpoints").glob("step-*"))
+    assert folders and all((folder / "islands" / "replica-001").is_dir() for folder in folders)
+    assert not list((whole.folder / "checkpoints").glob(".step-*.islands"))
+    expected = by_position(whole)
+    whole.folder.rename(tmp_path / "kept")
+    run("part", "sft.steps=6")
+    assert by_position(run("rest", "sft.steps=12", "resume=auto")) == expected

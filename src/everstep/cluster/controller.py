@@ -22,7 +22,7 @@ from everstep.checkpoint.saving import SavedRun
 from everstep.checkpoint.sharded import Shard
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.dispatch import get_dispatch, ranks_of
-from everstep.cluster.group import StepResult
+from everstep.cluster.group import InOnePlace, StepResult
 from everstep.cluster.host import Host, ProcessEnded, WorkerSpec
 from everstep.cluster.island import Round, island_folder
 from everstep.cluster.owed import Owed
@@ -82,10 +82,8 @@ class _Sharing:
         return self._shared[id(value)][1]
 
 
-class Controller:
+class Controller(InOnePlace):
     """The :class:`everstep.cluster.group.Group` of a run that has one controller. Closes ``host``, also if it cannot start."""
-
-    is_lead = True
 
     def __init__(
         self, config: Config, run_dir: RunDir, events: EventLog, host: Host, on_record: Callable[[Record], None] | None = None
@@ -95,7 +93,6 @@ class Controller:
         self._on_record = on_record or (lambda record: None)
         self._reference = False
         self.recipe_state: dict[str, Any] = {}
-        self.bookmarked: dict[str, Any] = {}
         self._closed = False
         self._repair: Repair | None = None
         self._store: dist.TCPStore | None = None
@@ -188,9 +185,6 @@ class Controller:
     def _coordinator_address(self) -> tuple[str, int]:
         assert self._server is not None
         return self._server.address
-
-    def mark(self, state: dict[str, Any]) -> None:
-        pass  # the recipe runs here, once: nobody else has to come to where it is
 
     def close(self, status: str = "done") -> None:
         if self._closed:

@@ -46,7 +46,6 @@ class Group(Protocol):
 
     config: Config
     layout: Layout
-    bookmarked: dict[str, Any]    # what was last marked, in a life that joined a running recipe; else empty
     recipe_state: dict[str, Any]  # what a recipe saved with the checkpoint that was loaded; empty before load()
     dispatch_bytes: int           # sent to the workers for calls and steps so far
     dispatch_seconds: float       # spent in sending it
@@ -54,6 +53,10 @@ class Group(Protocol):
     @property
     def is_lead(self) -> bool:
         """Whether this process prints, logs and writes files for the run."""
+
+    @property
+    def bookmarked(self) -> dict[str, Any]:
+        """What was last marked, in a life that joined a running recipe; else empty."""
 
     @property
     def unfired_faults(self) -> list[str]:
@@ -111,3 +114,16 @@ class Group(Protocol):
 
     def close(self, status: str = "done") -> None:
         """Stop every process of the group. ``status``: how the run ended (done, failed, interrupted)."""
+
+
+class InOnePlace:
+    """Of a group whose recipe runs in one process: that one leads, and nobody has to come to where it is."""
+
+    is_lead = True
+
+    @property
+    def bookmarked(self) -> dict[str, Any]:
+        return {}
+
+    def mark(self, state: dict[str, Any]) -> None:
+        pass

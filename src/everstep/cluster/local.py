@@ -14,6 +14,7 @@ import json
 import os
 import pickle
 import secrets
+import shutil
 import socket
 import sys
 import threading
@@ -37,7 +38,7 @@ from everstep.cluster.device import choose_device
 from everstep.cluster.dispatch import Rank, get_dispatch, ranks_of
 from everstep.cluster.group import StepResult
 from everstep.cluster.head import Head, Presence
-from everstep.cluster.island import Round
+from everstep.cluster.island import Round, island_folder
 from everstep.cluster.lighthouse import TOKEN_VARIABLE, Lighthouse, Ports, read_result
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.slots import ListSlots, cut_round, cut_slots, require_synchronous, sample_ids
@@ -297,20 +298,39 @@ class LocalGroup:
 
     def save(self, recipe_state: dict[str, Any]) -> Path:
         """The ranks of the living replica with the smallest number write; if it dies meanwhile, the next one writes all of it again."""
-        attempts = 0
+        staged = self._run_dir.checkpoints / f".step-{self._step:06d}.islands"
+        islands = self._stage_islands(staged) if self.config.semisync.method != "none" else {}
+
+        def write(folder: Path) -> list[Shard]:
+            shards = self._write_shards(folder)
+            for replica in islands.keys() - {self._member.replica}:
+                shutil.copytree(island_folder(staged, replica), island_folder(folder, replica), copy_function=os.link)
+                shards += islands[replica]
+            return shards
 
         def part(ranks: Sequence[Rank]) -> Path | None:
-            nonlocal attempts
-            attempts += 1
             if self._head is None:
                 self._write_shards(None)
                 return None
             run = SavedRun(self._step, self._reference, recipe_state)
-            return saving.save(self._run_dir.checkpoints, run, self.layout, self.config.checkpoint.keep_last, self._write_shards, self.events)
+            return saving.save(self._run_dir.checkpoints, run, self.layout, self.config.checkpoint.keep_last, write, self.events)
 
         _, results, _ = self._shared(f"save step {self._step}", Who.ONE, part)
+        if islands and self._lead:
+            shutil.rmtree(staged)
         path: Path = results[0]
         return path
+
+    def _stage_islands(self, folder: Path) -> dict[int, list[Shard]]:
+        """Every replica's local state, for whoever will write the checkpoint. Of one that dies meanwhile there is none: it will begin where
+        the writer is."""
+        ranks, shards, _ = self._shared(
+            f"islands of step {self._step}", Who.REPORTS, lambda ranks: self._worker.run("save_island", (folder,), {})
+        )
+        found: dict[int, list[Shard]] = {}
+        for rank, shard in zip(ranks, shards, strict=True):
+            found.setdefault(rank.replica, []).append(shard)
+        return found
 
     def _write_shards(self, folder: Path | None) -> list[Shard]:
         shared: list[Any] = [folder]

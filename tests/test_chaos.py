@@ -13,9 +13,10 @@ from everstep.config.check import check_plan
 from everstep.config.schema import Fault
 from everstep.errors import BadInput, ConfigError
 from everstep.recovery.chaos import budget, draw, parse_kinds
-from everstep.recovery.faults import DEADLY, ENGINE_PHASES, PHASES, describe
+from everstep.recovery.faults import DEADLY, ENGINE_PHASES, PHASES, STAGES, describe
 
 KINDS = sorted(PHASES.keys() - {"error"})
+PPO = ["recipe=ppo", "rl.advantage=gae", "rl.passes=2"]
 
 
 @pytest.mark.parametrize(
@@ -59,12 +60,22 @@ def test_deadlines_that_heartbeats_could_not_keep_are_refused(tmp_path):
 
 def test_possible_faults_of_every_kind_and_phase_pass(tmp_path):
     layout = ["rollout.engines=1", "layout.spares=2", "layout.replicas=3", "warmup.samples_per_step=384", "rl.iterations=20", "warmup.steps=10", "checkpoint.every_steps=5"]
-    plan = [{"step": 11, "phase": phase, "kind": kind} for kind, phases in PHASES.items() for phase in phases if phase not in ("save", "rollout")]
+    plan = [{"step": 11, "phase": phase, "kind": kind} for kind, phases in PHASES.items() for phase in phases if phase not in ("save", "rollout", "logprobs", "values")]
     plan += [{"step": 11, "replica": 1}]  # somebody whose slots are salvaged
     plan += [{"step": 15, "phase": "save", "kind": kind} for kind, phases in PHASES.items() if "save" in phases]
     check_plan(config(DEMO, tmp_path, *layout, f"faults={plan}"), {})
     plan = [{"step": 11, "phase": "rollout", "kind": kind} for kind, phases in PHASES.items() if "rollout" in phases]
     check_plan(config(DEMO, tmp_path, *layout[1:], f"faults={plan}"), {})
+    plan = [{"step": 11, "phase": phase, "kind": kind} for kind, phases in PHASES.items() for phase in phases & {"logprobs", "values"}]
+    check_plan(config(DEMO, tmp_path, *layout[1:], *PPO, f"faults={plan}"), {})
+
+
+def test_stages_that_only_some_recipes_have_are_struck_there(tmp_path):
+    conf = config(DEMO, tmp_path, "layout.replicas=3", "layout.spares=4", "rl.iterations=20", "warmup.steps=10", "warmup.samples_per_step=384", *PPO)
+    planned = [fault for seed in range(40) for fault in with_schedule(conf, seed, 0.8, KINDS, reckless=False).faults]
+    assert {f.phase for f in planned} >= STAGES
+    firsts = {11 + 4 * n for n in range(20)}  # two passes of the actor, two of the critic
+    assert all(f.step in firsts for f in planned if f.phase in STAGES)
 
 
 def test_a_seed_draws_the_same_schedule_and_another_one_another(tmp_path):
@@ -89,7 +100,7 @@ def test_what_is_drawn_can_happen_and_is_survived(tmp_path):
         assert [f.step for f in planned.faults] == sorted(f.step for f in planned.faults)
         seen.update((f.kind, f.phase) for f in planned.faults)
     assert {kind for kind, _ in seen} == set(KINDS)
-    assert {phase for _, phase in seen} == {phase for phases in PHASES.values() for phase in phases} - {"salvage", "rollout"}
+    assert {phase for _, phase in seen} == {phase for phases in PHASES.values() for phase in phases} - {"salvage", "rollout", "logprobs", "values"}
 
 
 def test_several_faults_in_one_step_strike_in_salvage_too_and_some_victims_are_held(tmp_path):

@@ -239,3 +239,17 @@ def test_balanced_refuses_a_method_that_loses_samples(example: types.ModuleType)
         )
     with pytest.raises(DispatchError, match="exactly one TrainingBatch"):
         example.BalancedDispatch().validate(ranks_of(Layout()), (1,), {})
+
+
+@pytest.mark.parametrize(("samples", "unit", "parts"), [(64, 16, 3), (64, 16, 5), (10, 4, 2), (3, 8, 2), (0, 4, 2), (12, 1, 5)])
+def test_a_mesh_with_a_unit_cuts_only_between_whole_units(samples, unit, parts):
+    batch = TrainingBatch({"x": torch.arange(samples)}, {}, [str(i) for i in range(samples)])
+    dispatch = get_dispatch(f"mesh:{unit}")
+    chunks = dispatch.split(batch, parts)
+    assert len(chunks) == parts and [s for c in chunks for s in c.sample_ids] == batch.sample_ids
+    starts = [sum(len(c) for c in chunks[:i]) for i in range(parts)]
+    assert all(start % unit == 0 or start == samples for start in starts)
+    assert max(-(-len(c) // unit) for c in chunks) - min(-(-len(c) // unit) for c in chunks) <= 1, "as even as whole units allow"
+    for wrong in ("mesh:0", "mesh:-1", "mesh:x"):
+        with pytest.raises(DispatchError, match="no dispatch is called"):
+            get_dispatch(wrong)

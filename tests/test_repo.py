@@ -75,8 +75,8 @@ def test_examples_can_be_planned(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert plan is not None
 
 
-def test_there_are_examples_of_both_recipes() -> None:
-    assert {config_load.load_config(path).recipe for path in EXAMPLES} == {"sft", "grpo"}
+def test_there_are_examples_of_all_recipes() -> None:
+    assert {config_load.load_config(path).recipe for path in EXAMPLES} == {"sft", "grpo", "ppo"}
 
 
 def test_links_lead_somewhere() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import RlConfig, RolloutConfig
-from everstep.rl import credit
+from everstep.rl import credit, pipeline
 from everstep.rl.kl import adapted, mean_kl, token_rewards
 
 
@@ -67,7 +67,7 @@ def test_the_coefficient_of_the_next_iteration() -> None:
      ({"importance": {"level": "token"}}, True), ({"kl_coef": 0.1}, False)],
 )
 def test_who_needs_old_logprobs(changes: dict, needed: bool) -> None:
-    assert credit.needs_old_logprobs(RlConfig(**changes)) is needed
+    assert pipeline.needs_old_logprobs(RlConfig(**changes)) is needed
 
 
 def test_importance_weights_come_from_the_whole_iteration() -> None:

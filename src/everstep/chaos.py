@@ -14,6 +14,7 @@ from everstep.config.schema import Config
 from everstep.errors import BadInput, EverstepError, InvariantViolated
 from everstep.recovery.chaos import budget, draw, parse_kinds
 from everstep.recovery.faults import describe
+from everstep.rl.pipeline import fault_phases
 from everstep.telemetry.history import check as check_history
 from everstep.telemetry.history import print_findings, worst
 
@@ -22,7 +23,7 @@ def with_schedule(config: Config, seed: int, rate: float, kinds: Sequence[str], 
     """``config`` with the drawn schedule in place of its own faults. BadInput."""
     if detect_launcher(config) == "local":
         raise BadInput("chaos needs replicas that survive one another: use launcher=ray (launcher=local is one replica)")
-    planned = config.model_copy(update={"faults": draw(config, seed, rate, kinds, reckless)})
+    planned = config.model_copy(update={"faults": draw(config, seed, rate, kinds, reckless, sorted(fault_phases(config)))})
     check_plan(planned, os.environ)
     return planned
 

@@ -31,7 +31,7 @@ from everstep.config.schema import Config
 from everstep.data import PreparedData
 from everstep.data import check as check_data
 from everstep.errors import EverstepError, Interrupted, InvariantViolated
-from everstep.recipes import grpo, sft
+from everstep.recipes import grpo, ppo, sft
 from everstep.recipes.run import Run
 from everstep.recovery.view import Kind, Record
 from everstep.run_dir import RunDir, check_run_dir
@@ -47,7 +47,7 @@ from everstep.telemetry.status import Pulse
 if TYPE_CHECKING:
     from everstep.cluster.local import Entry
 
-RECIPES = {"sft": sft.train, "grpo": grpo.train}
+RECIPES = {"sft": sft.train, "grpo": grpo.train, "ppo": ppo.train}
 
 
 def launch(config: Config | str | os.PathLike[str], overrides: Sequence[str] = (), clean: bool = False) -> Group:

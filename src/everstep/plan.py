@@ -20,6 +20,7 @@ from everstep.config.load import Loaded, dump
 from everstep.config.schema import Config
 from everstep.engine.source import ModelShape, describe
 from everstep.layout import Layout
+from everstep.rl import pipeline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,18 +46,21 @@ class RankMemory:
     outer: int  # semi-synchronous training: global weights and outer momentum, in host memory
     on_host: int  # of outer and reference what is in host memory while the model is trained
     rollout: int  # the generation engine's copy of the whole model
+    critic: int  # weights, gradients and optimizer state of recipe=ppo's second model
+    critic_state: int  # of it what a heal sends and a checkpoint writes
     activations: int
     logits: int
 
     @property
     def state(self) -> int:
         """What a heal sends and a checkpoint writes for this rank."""
-        return self.weights - self.frozen + self.optimizer + self.reference + self.outer
+        return self.weights - self.frozen + self.optimizer + self.reference + self.outer + self.critic_state
 
     @property
     def total(self) -> int:
         """On the device, in a step in which nobody dies."""
-        held = self.frozen + self.state - self.on_host + self.gradients + self.recovery
+        own = self.frozen + self.state - self.critic_state - self.on_host + self.gradients
+        held = own + self.critic + self.recovery
         return held + self.rollout + self.activations + self.logits
 
 
@@ -88,6 +92,8 @@ class Plan:
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint: the state of one replica, and the weights, and adapters, once more in others' formats."""
         exported = self.shape.parameters
+        if self.config.recipe == "ppo":  # the critic, about as large
+            exported += describe(derive.critic(self.config).model).parameters
         if self.config.lora.rank:
             whole = Layout()
             exported += adapter_parameters(self.config, self.shape, whole, 0)
@@ -174,7 +180,9 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
                                       the device)
         outer        4 S, and 4 S more with an outer momentum  (semi-synchronous training; in host memory, where a copy of weights and
                                       optimizer state is besides)
-        rollout      b (whole model)  (grpo; on the ranks that generate: last stage, tp 0, cp 0)
+        critic       its own weights, gradients and optimizer (recipe=ppo); with engine.offload.idle_model what it has more
+                     than the actor; recovery and salvage are those of the larger S
+        rollout      b (whole model)  (grpo, ppo; on the ranks that generate: last stage, tp 0, cp 0)
 
     For one micro-batch of N tokens on this rank (train.micro_batch_size times the longest sample, or train.tokens_per_micro_batch,
     over cp), hidden size h, F the feed-forward size, D = head_dim (2 heads + 2 kv_heads), s = tp with engine.sequence_parallel, else 1, kept
@@ -195,12 +203,20 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
     """
     layout, at = sizes.layout, sizes.layout.position(rank)
     width = _BYTES[config.model.dtype]
-    model, adapters = stage_parameters(shape, layout, at.pp), adapter_parameters(config, shape, layout, at.pp)
-    trained = adapters or model
-    shard = trained
-    if config.engine.distributed_optimizer:
-        ranks, experts = layout.dp * layout.cp, 0 if adapters else expert_parameters(shape, layout, at.pp)
-        shard = -(-(trained - experts) // ranks) + -(-experts * layout.ep // ranks)
+    actor = _model_memory(config, shape, layout, at.pp, stage_parameters(shape, layout, at.pp))
+    critic = None
+    if config.recipe == "ppo":
+        judging = describe(derive.critic(config).model, "critic.path" if config.critic.path else "model.path")
+        parameters = stage_parameters(judging, layout, at.pp)
+        if at.pp == layout.pp - 1:  # a value head in the place of the output layer
+            parameters += judging.hidden + 1
+            if not judging.tied or layout.pp > 1:
+                parameters -= -(-judging.vocab // layout.tp) * judging.hidden
+        critic = _model_memory(config, judging, layout, at.pp, parameters)
+    beside = critic.held if critic else 0
+    if critic and config.engine.offload.idle_model:
+        beside = max(0, critic.held - actor.held)
+    trained, shard = actor.trained, max(actor.shard, critic.shard if critic else 0)
 
     steps = [step for step in (sizes.main, sizes.warmup) if step is not None]
     tokens = -(-max(derive.tokens_of_forward(config, step.max_tokens) for step in steps) // layout.cp)
@@ -219,28 +235,57 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
     activations = width * tokens * (layers * kept + again)
     last = at.pp == layout.pp - 1
     vocabulary = -(-shape.vocab // layout.tp)
-    generates = config.recipe == "grpo" and rank in layout.collect_ranks()
+    generates = derive.is_rl(config) and rank in layout.collect_ranks()
     held = max(max(step.slots_per_replica) for step in steps) if config.recovery.exact else 0
     salvaged = max(step.slots for step in steps) - held if config.recovery.exact else 1
     salvages = config.recovery.enabled and config.recovery.mode == "salvage" and layout.replicas > 1
-    reference = width * trained if config.recipe == "grpo" and config.rl.kl_coef > 0 else 0
+    reference = width * trained if derive.is_rl(config) and config.rl.kl_coef > 0 else 0
     method = config.semisync.method
     outer = 0 if method == "none" else 4 * shard * (2 if method != "local_sgd" and config.semisync.outer_momentum else 1)
     return RankMemory(
-        weights=width * (model + adapters),
-        frozen=width * model if adapters else 0,
-        gradients=4 * trained,
-        optimizer=(8 if width == 4 else 12) * shard,
+        weights=actor.weights,
+        frozen=actor.frozen,
+        gradients=actor.gradients,
+        optimizer=actor.optimizer,
         recovery=4 * shard * (int(config.recovery.enabled) + held),
         salvage=4 * shard * salvaged if salvages else 0,
         reference=reference,
         outer=outer,
         on_host=outer + (reference if config.engine.offload.reference else 0),
         rollout=width * shape.parameters if generates else 0,
+        critic=beside,
+        critic_state=critic.weights - critic.frozen + critic.optimizer if critic else 0,
         activations=activations,
-        logits=12 * chunk * vocabulary + (4 * vocabulary * shape.hidden if config.engine.logprob_chunk_tokens and not adapters else 0)
+        logits=12 * chunk * vocabulary + (4 * vocabulary * shape.hidden if config.engine.logprob_chunk_tokens and not actor.frozen else 0)
         if last
         else 0,
+    )
+
+
+@dataclass(frozen=True)
+class _ModelMemory:
+    """What one trained model holds on a rank, bytes; ``trained`` and ``shard`` (T and S of rank_memory) in parameters."""
+
+    weights: int
+    frozen: int
+    gradients: int
+    optimizer: int
+    trained: int
+    shard: int
+
+    @property
+    def held(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def _model_memory(config: Config, shape: ModelShape, layout: Layout, pp: int, parameters: int) -> _ModelMemory:
+    width, adapters = _BYTES[config.model.dtype], adapter_parameters(config, shape, layout, pp)
+    trained = shard = adapters or parameters
+    if config.engine.distributed_optimizer:
+        ranks, experts = layout.dp * layout.cp, 0 if adapters else expert_parameters(shape, layout, pp)
+        shard = -(-(trained - experts) // ranks) + -(-experts * layout.ep // ranks)
+    return _ModelMemory(
+        width * (parameters + adapters), width * parameters if adapters else 0, 4 * trained, (8 if width == 4 else 12) * shard, trained, shard
     )
 
 
@@ -306,10 +351,16 @@ def print_plan(plan: Plan, loaded: Loaded, console: Console) -> None:
     for spare in range(layout.spares):
         table.add_row("spare", str(spare), *["-"] * 4, *["-"] * 5, f"≤{most / scale:.2f}")
     console.print(table)
-    console.print("other: activations of the longest samples, logits, reference model, rollout copy")
+    console.print(
+        "other: activations of the longest samples, logits, reference model, rollout copy" + (", critic" if plan.config.recipe == "ppo" else "")
+    )
     for line in stage_lines(plan):
         console.print(line, highlight=False)
 
+    if derive.is_rl(plan.config):
+        console.print("[bold]Stages of an iteration[/]")
+        for line in pipeline.resolve(plan.config).lines():
+            console.print(line, markup=False, highlight=False)
     console.print("[bold]Recovery[/]")
     for line in recovery_lines(plan):
         console.print(line, highlight=False)
@@ -340,9 +391,12 @@ def size_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(
             (
                 "one iteration",
-                f"{made}, {_count(sizes.rl.updates_per_iteration, 'optimizer step')}",
+                f"{made}, {_count(sizes.rl.updates_per_iteration, 'optimizer step')}"
+                + (f" of the actor, {sizes.rl.critic_updates_per_iteration} of the critic" if sizes.rl.critic_updates_per_iteration else ""),
             )
         )
+        if sizes.rl.critic_warmup:
+            rows.append(("critic alone in", f"the first {_count(sizes.rl.critic_warmup, 'iteration')}"))
         rows.append(("iterations", str(sizes.rl.iterations)))
     if sizes.warmup:
         rows += [(f"warm-up {name}", value) for name, value in _step_rows(sizes.warmup)]

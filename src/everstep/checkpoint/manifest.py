@@ -32,7 +32,7 @@ from everstep.checkpoint.storage import (
 )
 from everstep.errors import BadInput
 
-MANIFEST, POINTER, RUN_STATE = "manifest.json", "latest", "run.json"
+MANIFEST, POINTER, BEST, RUN_STATE = "manifest.json", "latest", "best", "run.json"
 PARTIAL = ".partial"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{6,})")
@@ -161,15 +161,15 @@ def write_manifest(
     return manifest
 
 
-def set_pointer(folder: Path) -> None:
-    """Let ``latest`` name ``folder``, atomically."""
-    write_atomic(folder.parent / POINTER, (folder.name + "\n").encode())
+def set_pointer(folder: Path, pointer: str = POINTER) -> None:
+    """Let ``latest`` (or ``best``) name ``folder``, atomically."""
+    write_atomic(folder.parent / pointer, (folder.name + "\n").encode())
 
 
-def pointed_at(checkpoints: Path) -> Path | None:
-    """The folder that ``latest`` names; None if there is no pointer yet."""
+def pointed_at(checkpoints: Path, pointer: str = POINTER) -> Path | None:
+    """The folder that ``latest`` (or ``best``) names; None if there is no such pointer yet."""
     try:
-        return checkpoints / (checkpoints / POINTER).read_text().strip()
+        return checkpoints / (checkpoints / pointer).read_text().strip()
     except FileNotFoundError:
         return None
 
@@ -178,11 +178,11 @@ def retire(checkpoints: Path, keep_last: int) -> list[Path]:
     """Delete complete checkpoints beyond the newest ``keep_last``; returns what was deleted.
 
     Nothing is deleted before one of the kept ones has been read back and found undamaged, nor what
-    ``latest`` names. Incomplete folders do not count and are not touched.
+    ``latest`` or ``best`` name. Incomplete folders do not count and are not touched.
     """
     complete = [folder for folder in checkpoint_folders(checkpoints) if incomplete(folder) is None]
     kept, old = complete[:keep_last], complete[keep_last:]
-    old = [folder for folder in old if folder != pointed_at(checkpoints)]
+    old = [folder for folder in old if folder not in (pointed_at(checkpoints), pointed_at(checkpoints, BEST))]
     if not old or all(damage(folder) for folder in kept):
         return []
     with storage_errors("deleting an old checkpoint in", checkpoints):

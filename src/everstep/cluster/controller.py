@@ -21,9 +21,9 @@ from everstep.checkpoint import saving
 from everstep.checkpoint.saving import SavedRun
 from everstep.checkpoint.sharded import Shard
 from everstep.cluster.batch import TrainingBatch
-from everstep.cluster.dispatch import get_dispatch, ranks_of
-from everstep.cluster.group import InOnePlace, StepResult
-from everstep.cluster.host import Host, ProcessEnded, WorkerSpec
+from everstep.cluster.dispatch import get_dispatch, mesh_of, ranks_of
+from everstep.cluster.group import InOnePlace, Role, StepResult
+from everstep.cluster.host import Host, ProcessEnded, Sharing, WorkerSpec
 from everstep.cluster.island import Round, island_folder
 from everstep.cluster.owed import Owed
 from everstep.cluster.repair import Repair
@@ -63,25 +63,6 @@ _POLL_S = 0.2
 _CALL_OFF_S = 10.0  # for the living ranks of a formation that lost one, to leave it
 
 
-class _Sharing:
-    """Hands each batch to the host once, however many ranks get it."""
-
-    def __init__(self, host: Host) -> None:
-        self.nbytes, self.seconds = 0, 0.0
-        self._host = host
-        self._shared: dict[int, tuple[Any, Any]] = {}
-
-    def __call__(self, value: Any) -> Any:
-        if not isinstance(value, TrainingBatch):
-            return value
-        if id(value) not in self._shared:
-            start = time.monotonic()
-            self._shared[id(value)] = (value, self._host.share(value))
-            self.seconds += time.monotonic() - start
-            self.nbytes += value.nbytes
-        return self._shared[id(value)][1]
-
-
 class Controller(InOnePlace):
     """The :class:`everstep.cluster.group.Group` of a run that has one controller. Closes ``host``, also if it cannot start."""
 
@@ -92,6 +73,7 @@ class Controller(InOnePlace):
         self.layout = derive.layout(config)
         self._on_record = on_record or (lambda record: None)
         self._reference = False
+        self._stage = ""
         self.recipe_state: dict[str, Any] = {}
         self._closed = False
         self._repair: Repair | None = None
@@ -222,7 +204,7 @@ class Controller(InOnePlace):
             ranks = ranks_of(self.layout, view.contributors)
             how = get_dispatch(dispatch)
             how.validate(ranks, args, kwargs)
-            share = _Sharing(self._host)
+            share = Sharing(self._host)
             pending: dict[Any, int] = {}
             called: list[tuple[str, Member]] = []
             for index, (rank, (a, kw)) in enumerate(zip(ranks, how.dispatch(ranks, args, kwargs), strict=True)):
@@ -245,7 +227,9 @@ class Controller(InOnePlace):
     def rollout(self, prompts: TrainingBatch, sampling: Sampling) -> TrainingBatch:
         pool = self._pool
         if pool is None:
-            completed: TrainingBatch = self.call("mesh", "generate", prompts, sampling)
+            completed: TrainingBatch = self.call(
+                mesh_of(self.config.recovery, sampling.samples_per_batch), "generate", prompts, sampling
+            )
             return completed
         start = time.monotonic()
         self._prepare_faults(self.committed_step + 1)
@@ -303,10 +287,18 @@ class Controller(InOnePlace):
                 owed.give_up_call([worker for worker, _ in owing], method)
         return results
 
-    def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
+    def enter_stage(self, name: str) -> None:
+        self._stage = name
+        if self._injector:
+            self._injector.on_stage(name, self.committed_step + 1)
+
+    def train_step(
+        self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, role: Role = "actor",
+        about: Mapping[str, Any] | None = None,
+    ) -> StepResult:
         require_synchronous(self.config)
         slots = cut_slots(batch, self.config.train, self.layout.dp)
-        return self._step(slots, loss, lr, "train_step", lambda step, shared: (step, shared, loss, lr, temperature))
+        return self._step(slots, loss, lr, "train_step", lambda step, shared: (step, shared, loss, lr, temperature, role), about)
 
     def train_round(
         self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None
@@ -317,15 +309,15 @@ class Controller(InOnePlace):
 
     def _step(
         self, slots: list[tuple[TrainingBatch, ...]], loss: LossSpec, lr: float, method: str,
-        arguments: Callable[[int, Any], tuple[Any, ...]],
+        arguments: Callable[[int, Any], tuple[Any, ...]], about: Mapping[str, Any] | None = None,
     ) -> StepResult:
         """One transaction over ``slots``. ``arguments``: of the worker's method, from the step and the slots as the host shares them."""
         step = self.committed_step + 1
-        share = _Sharing(self._host)
+        share = Sharing(self._host)
         shared = self._host.slots([[share(micro) for micro in slot] for slot in slots])
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + share.nbytes, self.dispatch_seconds + share.seconds
         self._prepare_faults(step)
-        self.server.begin(step, sample_ids(slots))
+        self.server.begin(step, sample_ids(slots), about or {})
         if self._injector:
             self._injector.begins(step)
         coordinator = self.server.coordinator
@@ -438,6 +430,7 @@ class Controller(InOnePlace):
         view = coordinator.view
         return {
             "state": str(coordinator.state),
+            "stage": self._stage,
             "epoch": str(view.epoch),
             "committed_step": coordinator.committed,
             "replicas": list(view.contributors),

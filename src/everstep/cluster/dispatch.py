@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.cluster.batch import TrainingBatch
+from everstep.config.schema import RecoveryConfig
 from everstep.errors import BadInput
 from everstep.layout import Layout, Position
 
@@ -111,7 +112,12 @@ class MeshDispatch(Dispatch):
 
     Other arguments go to every rank as they are. Returns the results of the collecting ranks in data order:
     one TrainingBatch if they returned TrainingBatches (empty ones add nothing), a list otherwise.
+
+    ``mesh:N`` cuts only at multiples of N samples (coordinates may get none): a rank that takes its samples N at a time then forms
+    the same groups of N, whoever is there, and computes bitwise the same.
     """
+
+    unit = 1  # samples
 
     def validate(self, ranks: Sequence[Rank], args: Args, kwargs: Kwargs) -> None:
         batches = batch_arguments(args, kwargs)
@@ -148,7 +154,11 @@ class MeshDispatch(Dispatch):
 
     def split(self, batch: TrainingBatch, parts: int) -> list[TrainingBatch]:
         """The chunk of each data coordinate. Override this alone for another way of cutting."""
-        return batch.chunk(parts)
+        if self.unit == 1:
+            return batch.chunk(parts)
+        few, more = divmod(-(-len(batch) // self.unit), parts)
+        ends = [min(len(batch), self.unit * ((i + 1) * few + min(i + 1, more))) for i in range(parts)]
+        return [batch.slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def collect(self, ranks: Sequence[Rank], results: Sequence[Any]) -> Any:
         if len(results) != len(ranks):
@@ -167,6 +177,12 @@ class MeshDispatch(Dispatch):
                     "returned a TrainingBatch"
                 )
         return TrainingBatch.concat(batches)
+
+
+def mesh_of(recovery: RecoveryConfig, unit: int) -> str:
+    """The name of the mesh that deals samples to ranks which compute ``unit`` of them at a time. With recovery.exact whole such groups are
+    dealt: in the last bits a sample's numbers depend on what it is computed with, and would else depend on who is alive."""
+    return f"mesh:{unit}" if recovery.exact else "mesh"
 
 
 def batch_arguments(args: Args, kwargs: Kwargs) -> dict[str, TrainingBatch]:
@@ -207,6 +223,11 @@ def register_dispatch(name: str, dispatch: type[Dispatch]) -> None:
 
 def get_dispatch(name: str) -> Dispatch:
     """A fresh instance of the dispatch called ``name``; DispatchError naming the nearest if there is none."""
+    base, colon, unit = name.partition(":")
+    if colon and base == "mesh" and unit.isdecimal() and int(unit) > 0:
+        mesh = MeshDispatch()
+        mesh.name, mesh.unit = name, int(unit)
+        return mesh
     if name not in _REGISTRY:
         near = difflib.get_close_matches(name, _REGISTRY, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""

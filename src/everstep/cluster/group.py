@@ -8,10 +8,10 @@ nothing but its configuration, its state and the results of its calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
@@ -20,6 +20,7 @@ from everstep.layout import Layout
 from everstep.rl.rollout import Sampling
 
 T = TypeVar("T")
+Role = Literal["actor", "critic"]  # of the models that a rank may hold
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,18 @@ class Group(Protocol):
         their drop is recorded.
         """
 
-    def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
-        """One step transaction over ``batch`` (all of it, over all replicas). Returns after its commit was applied."""
+    def train_step(
+        self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, role: Role = "actor",
+        about: Mapping[str, Any] | None = None,
+    ) -> StepResult:
+        """One step transaction over ``batch`` (all of it, over all replicas). Returns after its commit was applied.
+
+        ``role``: the model that is trained; ``critic`` only with recipe=ppo, its loss is given values. Transactions of both have one
+        sequence of numbers. ``about``: what the step is to the recipe (iteration, pass, mini-batch), for the event log.
+        """
+
+    def enter_stage(self, name: str) -> None:
+        """Say that the recipe enters this stage of an RL iteration: for whoever watches, and for fault injection."""
 
     def train_round(
         self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -38,7 +38,7 @@ class Head:
         self._socket: socket.socket | None = None
         self._resume: dict[str, Any] | None = None  # once registered
         self._formed = False
-        self._begun: tuple[int, list[list[str]]] | None = None  # the step in progress, and its samples
+        self._begun: tuple[int, list[list[str]], dict[str, Any]] | None = None  # the step in progress, its samples, and what it is
         self.began: Callable[[], bool] = lambda: False  # whether there has been a view
         self._closed = threading.Event()
         self._lock = threading.RLock()
@@ -55,10 +55,10 @@ class Head:
         self.request("formed")
         threading.Thread(target=self._stay, name="head-stays", daemon=True).start()
 
-    def begin(self, step: int, slots: list[list[str]]) -> bool:
+    def begin(self, step: int, slots: list[list[str]], about: Mapping[str, Any]) -> bool:
         """The recipe comes to this step; whether it is the next one to be committed."""
-        self._begun = step, slots
-        return bool(self.request("begin", step=step, slots=slots)[0]["live"])
+        self._begun = step, slots, dict(about)
+        return bool(self.request("begin", step=step, slots=slots, about=dict(about))[0]["live"])
 
     def request(self, kind: str, payload: bytes = b"", **fields: Any) -> tuple[dict[str, Any], bytes]:
         """Raises what the lighthouse answers with, CoordinatorLost if none answers for ``lighthouse.wait_s``."""

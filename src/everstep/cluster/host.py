@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,6 +97,25 @@ class Host(Protocol):
 
     def close(self) -> None:
         """End all processes, whatever state they are in."""
+
+
+class Sharing:
+    """Hands each batch to the host once, however many ranks get it."""
+
+    def __init__(self, host: Host) -> None:
+        self.nbytes, self.seconds = 0, 0.0
+        self._host = host
+        self._shared: dict[int, tuple[Any, Any]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, TrainingBatch):
+            return value
+        if id(value) not in self._shared:
+            start = time.monotonic()
+            self._shared[id(value)] = (value, self._host.share(value))
+            self.seconds += time.monotonic() - start
+            self.nbytes += value.nbytes
+        return self._shared[id(value)][1]
 
 
 def make_worker(spec: WorkerSpec) -> Served:

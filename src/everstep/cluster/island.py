@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.rank_state import clip
 from everstep.config import semisync as settings
 from everstep.engine.loss import LossFn
 from everstep.engine.state import hash_state
@@ -26,6 +27,7 @@ from everstep.recovery.semisync import Outer, OuterSgd, RoundLedger
 from everstep.recovery.transaction import Total
 
 if TYPE_CHECKING:
+    from everstep.cluster.group import Role
     from everstep.cluster.worker import Slots, Worker
     from everstep.config.schema import Config
     from everstep.engine.source import ModelShape
@@ -39,6 +41,7 @@ class Island:
     """
 
     island = True
+    critic = None  # recipe=ppo is not for islands
 
     def __init__(self, engine: Engine, version: int | None, config: Config, shape: ModelShape):
         self.engine, self.version = engine, version
@@ -58,7 +61,11 @@ class Island:
 
     # -- everstep.recovery.heal.State ------------------------------------------------------------------------------------------
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def of(self, role: Role) -> Engine:
+        assert role == "actor", role
+        return self.engine
+
+    def tensors(self, frozen: bool = False) -> dict[str, torch.Tensor]:
         reference = {name: t for name, t in self.engine.state(frozen=False).items() if name.startswith("reference/")}
         return {
             **self._copy, **reference,
@@ -85,6 +92,9 @@ class Island:
         if self.outer.replaces_weights:
             agreed |= {name: t for name, t in self._live().items() if name.startswith("param/")}
         return hash_state(agreed, {"outer_steps": self.outer.synced})
+
+    def close(self) -> None:
+        self.engine.close()
 
     # -- to and fro ------------------------------------------------------------------------------------------------------------
 
@@ -222,7 +232,7 @@ class RoundWork:
             self._poisoned = True
             return self._poison()
         if weight > 0:
-            engine.apply(gradients, worker.clip(norm) / weight, round.lrs[inner])
+            engine.apply(gradients, clip(engine, norm) / weight, round.lrs[inner])
             self._island.steps_made += 1
         return sums
 

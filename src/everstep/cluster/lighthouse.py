@@ -279,10 +279,12 @@ class _HeadSession:
                 run.check()
             case "formed":
                 run.formed(member)
+            case "stage":
+                run.enter_stage(request["name"], request["step"])
             case "hint":
                 run.hint(frozenset(request["replicas"]))
             case "begin":
-                return {"live": run.begin(member, request["step"], tuple(tuple(slot) for slot in request["slots"]))}, b""
+                return {"live": run.begin(member, request["step"], tuple(tuple(slot) for slot in request["slots"]), request["about"])}, b""
             case "ask":
                 return _reply(run.ask(member, tuple(request["place"]), request["what"], Who(request["who"])))
             case "give":

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,8 +35,8 @@ from everstep.checkpoint.sharded import Shard
 from everstep.cluster import environment
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.device import choose_device
-from everstep.cluster.dispatch import Rank, get_dispatch, ranks_of
-from everstep.cluster.group import StepResult
+from everstep.cluster.dispatch import Rank, get_dispatch, mesh_of, ranks_of
+from everstep.cluster.group import Role, StepResult
 from everstep.cluster.head import Head, Presence
 from everstep.cluster.island import Round, island_folder
 from everstep.cluster.lighthouse import TOKEN_VARIABLE, Lighthouse, Ports, read_result
@@ -250,13 +250,22 @@ class LocalGroup:
         return how.collect(ranks, results)
 
     def rollout(self, prompts: TrainingBatch, sampling: Sampling) -> TrainingBatch:
-        completed: TrainingBatch = self.call("mesh", "generate", prompts, sampling)
+        completed: TrainingBatch = self.call(
+            mesh_of(self.config.recovery, sampling.samples_per_batch), "generate", prompts, sampling
+        )
         return completed
 
-    def train_step(self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0) -> StepResult:
+    def enter_stage(self, name: str) -> None:
+        if self._head and self._lead:
+            self._head.request("stage", name=name, step=self._step + 1)
+
+    def train_step(
+        self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, role: Role = "actor",
+        about: Mapping[str, Any] | None = None,
+    ) -> StepResult:
         require_synchronous(self.config)
         slots = cut_slots(batch, self.config.train, self.layout.dp)
-        return self._commit(slots, loss, lr, "train_step", lambda step: (step, ListSlots(slots), loss, lr, temperature))
+        return self._commit(slots, loss, lr, "train_step", lambda step: (step, ListSlots(slots), loss, lr, temperature, role), about)
 
     def train_round(
         self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None
@@ -266,10 +275,11 @@ class LocalGroup:
         return self._commit(slots, loss, lrs[-1], "train_round", lambda step: (make(step), ListSlots(slots), loss, rollout))
 
     def _commit(
-        self, slots: list[tuple[TrainingBatch, ...]], loss: LossSpec, lr: float, method: str, arguments: Callable[[int], tuple[Any, ...]]
+        self, slots: list[tuple[TrainingBatch, ...]], loss: LossSpec, lr: float, method: str, arguments: Callable[[int], tuple[Any, ...]],
+        about: Mapping[str, Any] | None = None,
     ) -> StepResult:
         step = self._step + 1
-        live = self._from_head(lambda head: head.begin(step, [list(slot) for slot in sample_ids(slots)]))
+        live = self._from_head(lambda head: head.begin(step, [list(slot) for slot in sample_ids(slots)], about or {}))
         report: StepReport | None = None
         if live:
             report = self._worker.run(method, arguments(step), {})
@@ -289,8 +299,7 @@ class LocalGroup:
             except Exception as error:  # handed to every rank, raised there and here
                 return None, error if _travels(error) else WorkerFailed(f"{type(error).__name__}: {error}")
 
-        name = getattr(function, "__qualname__", type(function).__name__)
-        _, results, _ = self._shared(f"once {name}", Who.ONE, part)
+        _, results, _ = self._shared("once", Who.ONE, part)
         result, failure = results[0]
         if failure is not None:
             raise failure
@@ -370,7 +379,7 @@ class LocalGroup:
         if self._lighthouse and self._lighthouse.run:
             return self._lighthouse.run.status()
         view = self._control.view
-        return {"state": "voting", "epoch": str(view.epoch), "committed_step": view.committed, "replicas": list(view.contributors),
+        return {"state": "voting", "stage": "", "epoch": str(view.epoch), "committed_step": view.committed, "replicas": list(view.contributors),
                 "healing": sorted(view.healing), "spares": 0, "deaths": sum(member.build for member in view.members), "ranks": {}}
 
     def close(self, status: str = "done") -> None:

@@ -3,33 +3,57 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from everstep.cluster.group import Role
 from everstep.config.schema import OffloadConfig
 from everstep.engine.step import Engine
+from everstep.errors import BadInput, WorkerFailed
 from everstep.layout import Position
+
+CRITIC_PREFIX = "critic/"
 
 
 class WholeState:
-    """The engine's state with its version, as heal and the transaction see it (everstep.recovery.heal.State)."""
+    """The state of a rank's models with its version, as heal and the transaction see it (everstep.recovery.heal.State).
+
+    The actor, and with recipe=ppo its critic, are one state under one version: they are healed, saved and hashed together. The
+    critic's names begin with ``critic/``.
+    """
 
     island = False
 
-    def __init__(self, engine: Engine, version: int | None):
-        self.engine, self.version = engine, version
+    def __init__(self, engine: Engine, critic: Engine | None, version: int | None):
+        self.engine, self.critic, self.version = engine, critic, version
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def of(self, role: Role) -> Engine:
+        if role == "actor":
+            return self.engine
+        if self.critic is None:
+            raise WorkerFailed(f"there is no {role}: recipe=ppo makes one")
+        return self.critic
+
+    def tensors(self, frozen: bool = False) -> dict[str, torch.Tensor]:
         """Without what LoRA never trains: every rank has that from model.path, and the scalars tell whether it is the same."""
-        return self.engine.state(frozen=False)
+        critic = self.critic.state(frozen) if self.critic else {}
+        return self.engine.state(frozen) | {CRITIC_PREFIX + name: tensor for name, tensor in critic.items()}
 
     def scalars(self) -> dict[str, Any]:
-        return self.engine.state_scalars()
+        return self.engine.state_scalars() | ({"critic": self.critic.state_scalars()} if self.critic else {})
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
-        self.engine.load_scalars(scalars)
+        if ("critic" in scalars) != (self.critic is not None):
+            raise BadInput(
+                f"this state was saved {'with' if 'critic' in scalars else 'without'} a critic, and the run has "
+                f"{'none' if self.critic is None else 'one'}; use the recipe it was saved with, or start from its weights (model.path, critic.path)"
+            )
+        self.engine.load_scalars({name: value for name, value in scalars.items() if name != "critic"})
+        if self.critic:
+            self.critic.load_scalars(scalars["critic"])
 
     @property
     def weights_key(self) -> tuple[int | None, int]:
@@ -37,7 +61,9 @@ class WholeState:
         return self.version, 0
 
     def hash(self) -> str:
-        return self.engine.state_hash()
+        if self.critic is None:
+            return self.engine.state_hash()
+        return hashlib.sha256(f"{self.engine.state_hash()} {self.critic.state_hash()}".encode()).hexdigest()
 
     def restore(self) -> None:
         """What was written into ``tensors`` is in the engine already."""
@@ -45,6 +71,11 @@ class WholeState:
     def global_weights(self) -> contextlib.AbstractContextManager[None]:
         """The engine has no others."""
         return contextlib.nullcontext()
+
+    def close(self) -> None:
+        if self.critic:
+            self.critic.close()
+        self.engine.close()  # last: the groups are its
 
 
 @dataclass(frozen=True)
@@ -60,5 +91,11 @@ class Kept:
         """What may be offloaded goes, so that the engine that is built next need not find room beside it."""
         kinds = (("param/",) if offload.parameters else ()) + (("master/", "exp_avg/", "exp_avg_sq/") if offload.optimizer else ())
         for name, tensor in self.tensors.items():
-            if name.startswith(kinds) and tensor.is_cuda:
+            if name.removeprefix(CRITIC_PREFIX).startswith(kinds) and tensor.is_cuda:
                 self.tensors[name] = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+
+
+def clip(engine: Engine, grad_norm: float) -> float:
+    """What a gradient of this norm is multiplied by (optimizer.clip_grad_norm, of the model's own optimizer)."""
+    limit = engine.config.optimizer.clip_grad_norm
+    return min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0

@@ -11,7 +11,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,8 +85,9 @@ class ServedRun:
         self._finished: dict[int, str] = {}
         self._builds: dict[int, int] = {}      # newest life of each replica
         self._places: dict[str, tuple[int, int]] = {}
+        self._stage = ""
         self._begun: tuple[int, str] = (0, "")  # step in progress, and a digest of its samples
-        self._announced: dict[int, tuple[tuple[str, ...], ...]] = {}  # steps that members say have begun under an earlier lighthouse
+        self._announced: dict[int, tuple[tuple[tuple[str, ...], ...], dict[str, Any]]] = {}  # steps that members say have begun under an earlier lighthouse
         self._held_since: float | None = None
         self._start, self._opened = start, False
         recovery = config.recovery
@@ -166,6 +167,11 @@ class ServedRun:
                 self.server.joiner(member)
             self._turn.notify_all()
 
+    def enter_stage(self, name: str, step: int) -> None:
+        """The lead's recipe enters a stage of an iteration."""
+        self._stage = name
+        self._injector.on_stage(name, step)
+
     def hint(self, replicas: frozenset[int]) -> None:
         """Torchft's quorum at the start of a run. The first word counts: quorums of the same instant are one."""
         with self._turn:
@@ -173,7 +179,7 @@ class ServedRun:
                 self._start.expected = replicas
                 self._say(f"torchft's quorum: replicas {sorted(replicas)}")
 
-    def begin(self, member: Member, step: int, slots: tuple[tuple[str, ...], ...]) -> bool:
+    def begin(self, member: Member, step: int, slots: tuple[tuple[str, ...], ...], about: Mapping[str, Any]) -> bool:
         """A replica comes to a step with these samples. False: it was committed before, without this life of it."""
         digest = _digest(slots)
         with self._prepare_lock:
@@ -188,7 +194,7 @@ class ServedRun:
                     raise InvariantViolated(f"replica {member.replica} comes to step {step}, but {coordinator.committed} is the last committed one")
                 if coordinator.begun < step:
                     self._begun = (step, digest)
-                    self.server.begin(step, slots)
+                    self.server.begin(step, slots, about)
                 elif self._begun != (step, digest):
                     raise InvariantViolated(f"step {step}: replica {member.replica} has other samples for it than the others")
                 return True
@@ -253,7 +259,7 @@ class ServedRun:
         """As :meth:`everstep.cluster.group.Group.status`."""
         coordinator = self.server.coordinator
         view = coordinator.view
-        return {"state": str(coordinator.state), "epoch": str(view.epoch), "committed_step": coordinator.committed,
+        return {"state": str(coordinator.state), "stage": self._stage, "epoch": str(view.epoch), "committed_step": coordinator.committed,
                 "replicas": list(view.contributors), "healing": sorted(view.healing), "spares": 0, "deaths": len(self.server.dead),
                 "ranks": self.server.whereabouts()}
 
@@ -358,8 +364,8 @@ class ServedRun:
                 missing.append(member)  # it may come; one that is in a later life is dead for sure
         if not missing or now - self._start.since > self.config.recovery.silence_s:
             self._opened = True
-            if (slots := self._announced.get(last.committed + 1)) is not None:
-                self._begun = (last.committed + 1, _digest(slots))
+            if (begun := self._announced.get(last.committed + 1)) is not None:
+                self._begun = (last.committed + 1, _digest(begun[0]))
             self._say(f"going on after step {last.committed} with replicas {[m.replica for m in back]}")
             self.server.resume(self._past, back, self._announced.get(last.committed + 1))
             for life in self._replicas.values():
@@ -413,8 +419,8 @@ class ServedRun:
         self._know(member)
         self._replicas[replica] = Replica(member, nonce, formed=bool(resume["formed"]))
         if resume["begun"]:
-            step, slots = resume["begun"]
-            self._announced[step] = tuple(tuple(slot) for slot in slots)
+            step, slots, about = resume["begun"]
+            self._announced[step] = tuple(tuple(slot) for slot in slots), about
 
     def _await_end_of(self, replica: int, life: Replica | None) -> None:
         """A former life of the replica must have ended before there is a new one (rule 8)."""

@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 from everstep.checkpoint import adapter, sharded
 from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.group import Role
 from everstep.cluster.island import Island, Round, RoundWork, island_folder, without_participants
-from everstep.cluster.rank_state import Kept, WholeState
+from everstep.cluster.rank_state import Kept, WholeState, clip
 from everstep.cluster.slots import in_order, micro_batches
 from everstep.config import derive
 from everstep.config.schema import Config
@@ -50,7 +51,10 @@ from everstep.telemetry.events import EventLog
 
 Life = tuple[int, int]  # (replica, build): one formation of a replica, and what every call says it is meant for
 
-CALL_PHASES = {"save_shard": "save", "save_island": "save", "generate": "rollout", "send_weights": "send", "form": "form"}  # what a rank says it does; other methods: "call"
+CALL_PHASES = {  # what a rank says it does; other methods: "call"
+    "save_shard": "save", "save_island": "save", "generate": "rollout", "send_weights": "send", "form": "form", "logprobs": "logprobs",
+    "values": "values",
+}
 STEPS = ("train_step", "train_round")  # they tell their phases themselves
 BROKEN_NOTICE_S = 5.0  # how long a failed collective waits for the coordinator to say that a rank is gone
 OUT_OF_MEMORY_STATUS = 12  # ENOMEM
@@ -90,9 +94,10 @@ class Slots(Protocol):
 class StepWork:
     """One optimizer step as the transaction sees it (everstep.recovery.transaction.Work)."""
 
-    def __init__(self, worker: Worker, step: int, slots: Slots, loss: LossFn, lr: float, temperature: float):
+    def __init__(self, worker: Worker, step: int, slots: Slots, loss: LossFn, lr: float, temperature: float, engine: Engine):
         self.step, self.slots = step, len(slots)
         self._worker, self._source, self._loss, self._lr, self._temperature = worker, slots, loss, lr, temperature
+        self._engine = engine
 
     def ledger(self) -> Ledger:
         return SlotLedger() if self._worker.config.recovery.exact else SumLedger()
@@ -103,7 +108,7 @@ class StepWork:
     skip = restart
 
     def compute(self, slots: tuple[int, ...]) -> Contribution:
-        engine, dp = self._worker.engine, self._worker.position.dp
+        engine, dp = self._engine, self._worker.position.dp
         batches = [self._source.fetch(slot, dp) for slot in slots]
         seeds = [self._worker.seed_of(self.step, slot, dp) for slot in slots]
         sums = engine.accumulate(batches, self._loss, seeds, self._temperature)
@@ -111,10 +116,10 @@ class StepWork:
         return Contribution(gradients, sums.cpu())
 
     def norm(self, gradients: list[torch.Tensor], sums: torch.Tensor) -> float:
-        return self._worker.engine.squared_norm(gradients) ** 0.5 / float(sums[0])
+        return self._engine.squared_norm(gradients) ** 0.5 / float(sums[0])
 
     def apply(self, total: Total) -> None:
-        self._worker.engine.apply(total.gradients, self._worker.clip(total.grad_norm) / total.divisor, self._lr)
+        self._engine.apply(total.gradients, clip(self._engine, total.grad_norm) / total.divisor, self._lr)
 
 
 class Worker:
@@ -128,6 +133,7 @@ class Worker:
         self._store_address = store_address
         self.store = RunStore(self._open_store)  # for questions that are answered at once
         self._source = source.resolve(config.model)
+        self._critic_source = source.resolve(derive.critic(config).model) if config.recipe == "ppo" else None
         self._tokenizer: Any = None
         self._rollout: TransformersRollout | None = None
         self._rollout_weights: tuple[int | None, int] | None = None  # known to every rank: all decide alike whether to gather weights
@@ -148,9 +154,7 @@ class Worker:
 
     @property
     def engine(self) -> Engine:
-        if self._state is None:
-            raise WorkerFailed(f"worker {self.worker_id} has no place in a replica yet")
-        return self._state.engine
+        return self.state.engine
 
     @property
     def state(self) -> WholeState | Island:
@@ -220,24 +224,28 @@ class Worker:
                 "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
                 store=dist.PrefixStore(formation.world_name, self._open_store()), rank=formation.rank, world_size=size, timeout=timeout,
             )
+        loads = formation.start == "weights" or (self.config.lora.rank and kept is None)
         engine = Engine(self.config, self._source.hf_config, self.position, self.layout, self.device)
-        version: int | None = None
-        if formation.start == "weights" or (self.config.lora.rank and kept is None):
-            if self.config.model.init == "random":
-                engine.init_random(self.config.seed)
-            else:
-                engine.load_pretrained(self._source)
-        if formation.start == "weights":
-            version = 0
+        critic: Engine | None = None
+        if self._critic_source:
+            configured = derive.critic(self.config)
+            critic = Engine(configured, self._critic_source.hf_config, self.position, self.layout, self.device, "value", beside=engine)
+        for model, origin in ((engine, self._source), (critic, self._critic_source)):
+            if loads and model and origin:
+                if self.config.model.init == "random":
+                    model.init_random(self.config.seed)
+                else:
+                    model.load_pretrained(origin)
         if formation.reference:
             engine.keep_reference()
+        version = 0 if formation.start == "weights" else None
         if self.config.semisync.method == "none":
-            self._state = WholeState(engine, version)
+            self._state = WholeState(engine, critic, version)
         else:
             self._state = Island(engine, version, self.config, source.describe(self.config.model))
         if kept:
-            engine.load_scalars(kept.scalars)
-            for name, tensor in engine.state().items():
+            self._state.load_scalars(kept.scalars)
+            for name, tensor in self._state.tensors(frozen=True).items():
                 tensor.copy_(kept.tensors[name])
             self._state.version = kept.version
         replica, rank = formation.replica, formation.rank
@@ -267,8 +275,8 @@ class Worker:
         if state is None or formation is None:
             return
         if state.version is not None and not state.island:  # an island's ranks all begin where one other island is
-            self._kept = Kept(self.layout.position(formation.rank), dict(state.engine.state()), state.scalars(), state.version)
-        state.engine.close()
+            self._kept = Kept(self.layout.position(formation.rank), state.tensors(frozen=True), state.scalars(), state.version)
+        state.close()
         self.events.emit("release", replica=formation.replica, rank=formation.rank)
 
     def _open_store(self) -> dist.Store:
@@ -372,10 +380,13 @@ class Worker:
             time.sleep(0.01)
         return False
 
-    def train_step(self, step: int, slots: Slots, loss: LossSpec, lr: float, temperature: float) -> StepReport:
+    def train_step(
+        self, step: int, slots: Slots, loss: LossSpec, lr: float, temperature: float, role: Role = "actor"
+    ) -> StepReport:
         assert self._transaction is not None
-        report = self._transaction.run(StepWork(self, step, slots, loss.build(), lr, temperature))
-        sums, metrics = self.engine.read_sums(report.sums)
+        engine = self._work_with(role)
+        report = self._transaction.run(StepWork(self, step, slots, loss.build(), lr, temperature, engine))
+        sums, metrics = engine.read_sums(report.sums)
         return dataclasses.replace(report, sums=sums, metrics=metrics)
 
     def train_round(self, round: Round, slots: Slots, loss: LossSpec, rollout: LossSpec | None = None) -> StepReport:
@@ -393,14 +404,10 @@ class Worker:
     def seed_of(self, step: int, slot: int, dp: int) -> int:
         return _seed(self.config.seed, step, slot, dp)
 
-    def clip(self, grad_norm: float) -> float:
-        """What a gradient of this norm is multiplied by (optimizer.clip_grad_norm)."""
-        limit = self.config.optimizer.clip_grad_norm
-        return min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0
-
     def generate(self, batch: TrainingBatch, sampling: Sampling) -> TrainingBatch:
         """Completions for prompts; the collecting rank generates, its model-parallel peers help to gather the weights."""
         room = self.config.engine.offload
+        self._work_with("actor")
         self._make_room(gradients=room.gradients, optimizer=room.optimizer)
         self._refresh_rollout()
         self._make_room(parameters=room.parameters)
@@ -441,10 +448,14 @@ class Worker:
         """Adds the tensor ``logprobs`` (``ref_logprobs`` for model="reference"), shape (B, T), float32."""
         name = "logprobs" if model == "policy" else "ref_logprobs"
         cut = micro_batches(batch, self.config.train)
-        results = self.engine.logprobs([micro for _, micro in cut], temperature, model)
-        if not results:  # not a collecting rank, or an empty batch
-            return batch.slice(0, 0).with_tensors(**{name: torch.zeros(0, batch.width)})
-        return batch.with_tensors(**{name: in_order(batch, [indices for indices, _ in cut], results)})
+        results = self._work_with("actor").logprobs([micro for _, micro in cut], temperature, model)
+        return _with_evaluated(batch, name, [indices for indices, _ in cut], results)
+
+    def values(self, batch: TrainingBatch) -> TrainingBatch:
+        """Adds the critic's ``values``, shape (B, T), float32: column t of the state in which token t is chosen."""
+        cut = micro_batches(batch, self.config.train)
+        results = self._work_with("critic").values([micro for _, micro in cut])
+        return _with_evaluated(batch, "values", [indices for indices, _ in cut], results)
 
     def keep_reference(self) -> None:
         """The current weights become the reference model."""
@@ -455,13 +466,23 @@ class Worker:
 
         Whatever is called next brings back what it needs. DeadlineExceeded if a heal that was called off reads the state still.
         """
-        if self._transaction is not None:
-            self._transaction.settle()
-        return self.engine.offload_to_cpu(parameters, gradients, optimizer)
+        return self._offload(self.engine, parameters, gradients, optimizer)
 
     def backload_to_gpu(self, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
         """Bytes taken on this rank's device, by part: the inverse of ``offload_to_cpu``, ahead of the first use."""
         return self.engine.backload_to_gpu(parameters, gradients, optimizer)
+
+    def _offload(self, engine: Engine, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
+        if self._transaction is not None:
+            self._transaction.settle()
+        return engine.offload_to_cpu(parameters, gradients, optimizer)
+
+    def _work_with(self, role: Role) -> Engine:
+        """The engine of this role, which brings back what it needs; with engine.offload.idle_model the other one leaves the device."""
+        if self.config.engine.offload.idle_model:
+            idle: Role = "critic" if role == "actor" else "actor"
+            self._offload(self.state.of(idle))
+        return self.state.of(role)
 
     def _make_room(self, parameters: bool = False, gradients: bool = False, optimizer: bool = False) -> None:
         if parameters or gradients or optimizer:
@@ -477,6 +498,9 @@ class Worker:
         shard = sharded.save_rank(self.state.tensors(), self.state.scalars(), folder, rank, self.layout)
         with self.state.global_weights():
             sharded.save_hf(self.engine.export_hf(), self._source.hf_config, self.tokenizer, folder / "hf", write=rank == 0)
+            if self.state.critic and self._critic_source:
+                described = self._critic_source.critic_config()
+                sharded.save_hf(self.state.critic.export_hf(), described, self.tokenizer, folder / "critic", write=rank == 0)
             if self.config.lora.rank:
                 adapter.save(self.engine.export_adapter(), self.config, self._source, folder / "adapter", write=rank == 0)
         return shard
@@ -533,6 +557,13 @@ class Worker:
             for _ in weights:
                 pass  # a collective: every rank of the replica takes part
         self._rollout_weights = self.state.weights_key
+
+
+def _with_evaluated(batch: TrainingBatch, name: str, indices: list[list[int]], results: list[torch.Tensor] | None) -> TrainingBatch:
+    """``batch`` with the tensor ``name`` (B, T); no samples from a rank that does not collect, or of an empty batch."""
+    if not results:
+        return batch.slice(0, 0).with_tensors(**{name: torch.zeros(0, batch.width)})
+    return batch.with_tensors(**{name: in_order(batch, indices, results)})
 
 
 def _out_of_memory(error: Exception) -> bool:

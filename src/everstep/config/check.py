@@ -6,6 +6,7 @@ What a file or an override holds by itself is checked by ``load.py``, what recor
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import socket
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from everstep.cluster.environment import check_user_environment, detect_launcher, inside_torchrun
 from everstep.config import derive, semisync
-from everstep.config.schema import Config, Fault
+from everstep.config.schema import Config, Fault, OptimizerConfig
 from everstep.engine.source import ModelShape, describe, resolve
 from everstep.errors import BadInput, ConfigError
 from everstep.layout import Layout
@@ -25,8 +26,10 @@ from everstep.recovery.faults import (
     ENGINE_PHASES,
     HELD_KINDS,
     PHASES,
+    STAGES,
     UNHELD_PHASES,
 )
+from everstep.rl import pipeline
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM")
 
@@ -35,6 +38,8 @@ def check(config: Config, environ: Mapping[str, str] = os.environ) -> derive.Siz
     """What ``everstep train`` refuses besides the data: as :func:`check_plan`, and a model that cannot be had. ``BadInput``."""
     sizes = check_plan(config, environ)
     resolve(config.model)
+    if config.recipe == "ppo" and config.critic.path:
+        resolve(derive.critic(config).model, "critic.path")
     return sizes
 
 
@@ -46,6 +51,8 @@ def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> deriv
     _check_launcher(config, sizes.layout, environ)
     _check_schedule(config, sizes)
     _check_recipe(config)
+    if config.checkpoint.keep_best and not config.data.eval_source:
+        raise ConfigError("checkpoint.keep_best=true needs held-out data to find the best by: set data.eval_source, or checkpoint.keep_best=false")
     _check_faults(config, sizes, environ)
     if config.engine.sequence_parallel and sizes.layout.tp == 1:
         raise ConfigError(
@@ -57,6 +64,7 @@ def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> deriv
     shape = describe(config.model)
     check_model(shape, sizes.layout, config.model.path)
     _check_experts(config, shape, sizes.layout)
+    _check_critic(config, sizes, shape)
     semisync.check(config, shape)
     _check_data_files(config)
     _check_functions(config)
@@ -112,6 +120,22 @@ def _check_experts(config: Config, shape: ModelShape, layout: Layout) -> None:
         )
     if all(experts.sparse):
         derive.refuse_adapted_experts(name for name in adapted if name in derive.LORA_MATRICES["fc1"] + derive.LORA_MATRICES["fc2"])
+
+
+def _check_critic(config: Config, sizes: derive.Sizes, actor: ModelShape) -> None:
+    if config.recipe != "ppo":
+        return
+    critic = config.critic
+    shape = describe(derive.critic(config).model, "critic.path" if critic.path else "model.path")
+    language_model = dataclasses.replace(shape, architecture=shape.architecture.replace("ForTokenClassification", "ForCausalLM"))
+    check_model(language_model, sizes.layout, critic.path or config.model.path)
+    if shape.vocab != actor.vocab:
+        raise ConfigError(
+            f"critic.path={critic.path} has a vocabulary of {shape.vocab}, model.path={config.model.path} one of {actor.vocab}: a critic reads "
+            "the actor's tokens; choose models of one family"
+        )
+    if shape.experts is not None:
+        _check_experts(derive.critic(config), shape, sizes.layout)
 
 
 def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) -> None:
@@ -267,10 +291,12 @@ def _no_such_moment(fault: Fault, config: Config, sizes: derive.Sizes) -> str:
         return "phase=rollout: ranks do not generate with rollout.engines; strike an engine in phase=generate"
     if fault.phase == "send" and not config.rollout.engines:
         return "phase=send: without rollout.engines nobody serves weights"
-    if fault.phase in {"rollout", "send"} | ENGINE_PHASES and fault.step not in (steps := derive.rollout_steps(config, sizes)):
+    if fault.phase in STAGES | {"send"} | ENGINE_PHASES and fault.step not in (steps := derive.rollout_steps(config, sizes)):
         return f"phase={fault.phase}: no rollout precedes step {fault.step}" + (
             f"; those of {', '.join(map(str, steps[:3]))}, ... have one" if steps else ", recipe=sft has none"
         )
+    if fault.phase in STAGES and fault.phase not in (phases := pipeline.fault_phases(config)):
+        return f"phase={fault.phase}: no stage of an iteration does that here; {', '.join(sorted(phases))} can be struck"
     if fault.phase == "save" and config.resume == "never" and fault.step not in (steps := derive.saved_steps(config, sizes)):
         return f"phase=save: step {fault.step} is not saved" + (
             f"; steps {', '.join(map(str, steps[:3]))}{', ...' if len(steps) > 3 else ''} are (checkpoint.*)"
@@ -297,12 +323,18 @@ def _no_such_moment(fault: Fault, config: Config, sizes: derive.Sizes) -> str:
 
 
 def _check_recipe(config: Config) -> None:
-    if config.recipe != "grpo":
+    if not derive.is_rl(config):
         return
     rl, warmup = config.rl, config.warmup
     if config.data.format != "prompt":
-        raise ConfigError(f"recipe=grpo generates from prompts: set data.format=prompt (it is {config.data.format})")
-    if rl.samples_per_prompt < 2 and rl.advantage != "reinforce_plus_plus" and rl.lone_completion == "zero":
+        raise ConfigError(f"recipe={config.recipe} generates from prompts: set data.format=prompt (it is {config.data.format})")
+    if (config.recipe == "ppo") != (rl.advantage == "gae"):
+        raise ConfigError(
+            f"recipe={config.recipe} with rl.advantage={rl.advantage}: gae estimates from the values of a critic, which recipe=ppo has and "
+            "needs for nothing else; set recipe=ppo and rl.advantage=gae, or neither"
+        )
+    ungrouped = rl.advantage in ("reinforce_plus_plus", "gae")
+    if rl.samples_per_prompt < 2 and not ungrouped and rl.lone_completion == "zero":
         raise ConfigError(
             f"rl.samples_per_prompt={rl.samples_per_prompt}: rl.advantage={rl.advantage} compares the completions of "
             "one prompt, and needs at least 2"
@@ -334,7 +366,9 @@ def _check_offload(config: Config) -> None:
     """Each key of engine.offload must have something to make room for, or something to move."""
     offload = config.engine.offload
     wanted = [f"engine.offload.{name}" for name, on in offload.model_dump().items() if on]
-    if wanted and config.recipe != "grpo":
+    if offload.idle_model and config.recipe != "ppo":
+        raise ConfigError(f"engine.offload.idle_model=true moves actor and critic, but recipe={config.recipe} has no critic; set it to false")
+    if wanted and not derive.is_rl(config):
         raise ConfigError(
             f"{wanted[0]}=true makes room for rollouts or moves a reference model, and recipe={config.recipe} has neither; set it to false"
         )
@@ -348,29 +382,34 @@ def _check_offload(config: Config) -> None:
 
 
 def _check_schedule(config: Config, sizes: derive.Sizes) -> None:
-    optimizer = config.optimizer
+    _check_optimizer("optimizer", config.optimizer, sizes.main.steps)
+    if config.recipe == "ppo" and sizes.rl:
+        _check_optimizer("critic.optimizer", config.critic.optimizer, sizes.rl.critic_steps)
+
+
+def _check_optimizer(key: str, optimizer: OptimizerConfig, steps: int) -> None:
     if optimizer.min_lr > optimizer.lr:
         raise ConfigError(
-            f"optimizer.min_lr={optimizer.min_lr} is greater than optimizer.lr={optimizer.lr}, its peak; change one"
+            f"{key}.min_lr={optimizer.min_lr} is greater than {key}.lr={optimizer.lr}, its peak; change one"
         )
     if optimizer.wsd_decay_steps and optimizer.schedule != "wsd":
         raise ConfigError(
-            f"optimizer.wsd_decay_steps={optimizer.wsd_decay_steps} belongs to optimizer.schedule=wsd, but "
-            f"optimizer.schedule={optimizer.schedule}; change one"
+            f"{key}.wsd_decay_steps={optimizer.wsd_decay_steps} belongs to {key}.schedule=wsd, but "
+            f"{key}.schedule={optimizer.schedule}; change one"
         )
     if optimizer.schedule == "constant":
         return
-    decay = optimizer.decay_steps or sizes.main.steps
+    decay = optimizer.decay_steps or steps
     if optimizer.schedule == "wsd" and optimizer.warmup_steps + (optimizer.wsd_decay_steps or 1) > decay:
         raise ConfigError(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} and optimizer.wsd_decay_steps={optimizer.wsd_decay_steps} "
-            f"do not fit into the {decay} steps until optimizer.min_lr; lower them, or raise optimizer.decay_steps"
+            f"{key}.warmup_steps={optimizer.warmup_steps} and {key}.wsd_decay_steps={optimizer.wsd_decay_steps} "
+            f"do not fit into the {decay} steps until {key}.min_lr; lower them, or raise {key}.decay_steps"
         )
     if optimizer.warmup_steps >= decay:
-        what = f"optimizer.decay_steps={decay}" if optimizer.decay_steps else f"the {decay} steps of the run"
+        what = f"{key}.decay_steps={decay}" if optimizer.decay_steps else f"the {decay} steps of the run"
         raise ConfigError(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves no step to decay in before {what}; "
-            "lower it, or set optimizer.schedule=constant"
+            f"{key}.warmup_steps={optimizer.warmup_steps} leaves no step to decay in before {what}; "
+            f"lower it, or set {key}.schedule=constant"
         )
 
 
@@ -382,7 +421,7 @@ def _sources(config: Config) -> list[tuple[str, str]]:
     found = [("data.source", config.data.source)]
     if config.data.eval_source:
         found.append(("data.eval_source", config.data.eval_source))
-    if config.recipe == "grpo" and config.warmup.steps and config.warmup.source:
+    if derive.is_rl(config) and config.warmup.steps and config.warmup.source:
         found.append(("warmup.source", config.warmup.source))
     return found
 
@@ -415,7 +454,11 @@ def _check_functions(config: Config) -> None:
     for key, spec in _sources(config):
         if ":" in spec and "/" not in spec and not spec.startswith("reasoning_gym:"):
             load_function(spec, key)
-    if config.recipe == "grpo" and config.reward.function and ":" in config.reward.function:
+    if derive.is_rl(config):
+        pipeline.resolve(config)
+    elif config.pipeline:
+        raise ConfigError(f"pipeline={config.pipeline} makes the iterations of recipe=grpo or ppo, and recipe={config.recipe} has none; leave it out")
+    if derive.is_rl(config) and config.reward.function and ":" in config.reward.function:
         load_function(config.reward.function, "reward.function")
 
 

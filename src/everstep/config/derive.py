@@ -20,6 +20,17 @@ from everstep.errors import ConfigError
 from everstep.layout import Layout
 
 
+def is_rl(config: Config) -> bool:
+    """Whether the recipe generates, scores and reinforces."""
+    return config.recipe in ("grpo", "ppo")
+
+
+def critic(config: Config) -> Config:
+    """``config`` as the critic's engine sees it: its own model and optimizer, the rest shared with the actor."""
+    model = config.model.model_copy(update={"path": config.critic.path or config.model.path})
+    return config.model_copy(update={"model": model, "optimizer": config.critic.optimizer})
+
+
 def layout(config: Config) -> Layout:
     """The ranks that the configuration asks for."""
     sizes = config.layout
@@ -206,11 +217,34 @@ def _shares(slots: int, replicas: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class RlSizes:
-    """One RL iteration: rollout, then ``updates`` optimizer steps."""
+    """RL iterations, numbered from 1: rollout, then optimizer steps of the actor, and of the critic if there is one.
+
+    In the first ``critic_warmup`` iterations the critic alone is trained.
+    """
 
     samples_per_iteration: int
-    updates_per_iteration: int
+    updates_per_iteration: int  # of the actor, once it is trained
     iterations: int
+    critic_updates_per_iteration: int = 0
+    critic_warmup: int = 0
+
+    def actor_steps_before(self, iteration: int) -> int:
+        return self.updates_per_iteration * max(0, iteration - 1 - self.critic_warmup)
+
+    def critic_steps_before(self, iteration: int) -> int:
+        return self.critic_updates_per_iteration * (iteration - 1)
+
+    def steps_before(self, iteration: int) -> int:
+        """Optimizer steps of both models in the iterations before this one; those of a warm-up by SFT do not count."""
+        return self.actor_steps_before(iteration) + self.critic_steps_before(iteration)
+
+    @property
+    def actor_steps(self) -> int:
+        return self.actor_steps_before(self.iterations + 1)
+
+    @property
+    def critic_steps(self) -> int:
+        return self.critic_steps_before(self.iterations + 1)
 
 
 @dataclass(frozen=True)
@@ -223,14 +257,20 @@ class Sizes:
     rl: RlSizes | None
     inner_steps: int = 1  # optimizer steps of one transaction: a round of semi-synchronous training, else one
 
+    def updates_of(self, iteration: int) -> int:
+        """Optimizer steps of an RL iteration, of either model."""
+        return self.rl.steps_before(iteration + 1) - self.rl.steps_before(iteration) if self.rl else 0
+
     @property
     def warmup_transactions(self) -> int:
         return self.warmup.steps // self.inner_steps if self.warmup else 0
 
     @property
     def total_steps(self) -> int:
-        """Transactions: optimizer steps, or rounds of semi-synchronous training. What is numbered in logs, faults and checkpoints."""
-        return self.main.steps // self.inner_steps + self.warmup_transactions
+        """Transactions: optimizer steps of either model, or rounds of semi-synchronous training. What is numbered in logs, faults and
+        checkpoints."""
+        critic = self.rl.critic_steps if self.rl else 0
+        return self.main.steps // self.inner_steps + critic + self.warmup_transactions
 
 
 def inner_steps(config: Config) -> int:
@@ -272,7 +312,16 @@ def _sizes(config: Config) -> Sizes:
     product = f"rl.prompts_per_step*rl.samples_per_prompt={rl.prompts_per_step}*{rl.samples_per_prompt}={samples}"
     if samples % rl.updates_per_pass:
         raise ConfigError(f"rl.updates_per_pass={rl.updates_per_pass} does not divide {product}; change one of them")
-    updates = rl.passes * rl.updates_per_pass
+    has_critic = config.recipe == "ppo"
+    if has_critic and config.critic.warmup >= rl.iterations:
+        raise ConfigError(
+            f"critic.warmup={config.critic.warmup} leaves none of rl.iterations={rl.iterations} to train the actor in; lower the one, or "
+            "raise the other"
+        )
+    iterations = RlSizes(
+        samples, rl.passes * rl.updates_per_pass, rl.iterations,
+        (config.critic.passes or rl.passes) * rl.updates_per_pass if has_critic else 0, config.critic.warmup if has_critic else 0,
+    )  # fmt: skip
     if config.semisync.method != "none":
         main = _island_sizes(config, product, samples)
     else:
@@ -281,12 +330,12 @@ def _sizes(config: Config) -> Sizes:
             "rl.prompts_per_step*rl.samples_per_prompt" + ("/rl.updates_per_pass" if rl.updates_per_pass > 1 else ""),
             samples // rl.updates_per_pass,
             config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-            rl.iterations * updates,
+            iterations.actor_steps,
         )
     warmup = None
     if warm.steps:
         warmup = step_sizes(config, "warmup.samples_per_step", warm.samples_per_step, config.data.max_tokens, warm.steps)
-    return Sizes(layout(config), main, warmup, RlSizes(samples, updates, rl.iterations))
+    return Sizes(layout(config), main, warmup, iterations)
 
 
 def _island_sizes(config: Config, product: str, samples: int) -> StepSizes:
@@ -359,9 +408,12 @@ def _torch_has_cuda() -> bool:
 
 def saved_steps(config: Config, sizes: Sizes) -> list[int]:
     """Steps after which a run from its start writes a checkpoint: a recipe may save after each of its iterations, or steps."""
-    warm, updates = sizes.warmup_transactions, sizes.rl.updates_per_iteration if sizes.rl and sizes.inner_steps == 1 else 1
+    warm = sizes.warmup_transactions
+    ends: Iterable[int] = range(1, sizes.total_steps - warm + 1)
+    if sizes.rl and sizes.inner_steps == 1:
+        ends = [sizes.rl.steps_before(n + 1) for n in range(1, sizes.rl.iterations + 1)]
     saved, last = [], 0
-    for step in (*range(1, warm + 1), *range(warm + updates, sizes.total_steps + 1, updates)):
+    for step in (*range(1, warm + 1), *(warm + end for end in ends)):
         every, at_end = config.checkpoint.every_steps, config.checkpoint.at_end and step == sizes.total_steps
         if (every and step - last >= every) or at_end:
             saved.append(step)
@@ -370,9 +422,9 @@ def saved_steps(config: Config, sizes: Sizes) -> list[int]:
 
 
 def rollout_steps(config: Config, sizes: Sizes) -> list[int]:
-    """Steps that a rollout of training prompts precedes: the first update of each RL iteration. None in semi-synchronous training,
-    where they are a part of the round."""
+    """Steps that a rollout of training prompts precedes: the first update, of whichever model, of each RL iteration. None in
+    semi-synchronous training, where they are a part of the round."""
     if not sizes.rl or config.semisync.method != "none":
         return []
     warm = sizes.warmup.steps if sizes.warmup else 0
-    return list(range(warm + 1, sizes.total_steps + 1, sizes.rl.updates_per_iteration))
+    return [warm + sizes.rl.steps_before(n) + 1 for n in range(1, sizes.rl.iterations + 1)]

@@ -68,6 +68,9 @@ UNITS = {
     "rl.kl_target": "nats per token",
     "rl.entropy_coef": RATIO,
     "rl.gamma": RATIO,
+    "rl.lam": RATIO,
+    "critic.value_clip": "units of reward",
+    "critic.warmup": "RL iterations",
     "rl.importance.upper": RATIO,
     "rl.importance.lower": RATIO,
     "rl.eval_every": "RL iterations",
@@ -154,8 +157,9 @@ def unit(key: str, info: FieldInfo) -> str | None:
     """The unit of a number; None for what is no number."""
     if not {int, float}.intersection(options(info.annotation)):
         return None
-    if key in UNITS:
-        return UNITS[key]
+    for name in (key, key.removeprefix("critic.")):  # critic.optimizer has the keys of optimizer
+        if name in UNITS:
+            return UNITS[name]
     fitting = [suffix for suffix in UNIT_SUFFIXES if key.endswith(suffix)]
     if not fitting:
         raise LookupError(f"the unit of {key} is in neither UNITS nor UNIT_SUFFIXES")

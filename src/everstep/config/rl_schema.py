@@ -51,12 +51,12 @@ class RlConfig(Section):
         description="Optimizer steps per pass; must divide prompts_per_step*samples_per_prompt.",
     )
     advantage: Literal[
-        "grpo", "grpo_batch_std", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+        "grpo", "grpo_batch_std", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"
     ] = Field(
         "grpo",
         description="Advantage estimator: `grpo` (reward minus mean of the prompt's completions, over their std), `grpo_batch_std` (over "
         "the std of all rewards), `dr_grpo` (mean only), `rloo` (mean of the others), `reinforce_plus_plus` (rewards to come, "
-        "whitened over the batch), `reinforce_plus_plus_baseline` (dr_grpo, whitened). Formulas: docs/algorithms.md.",
+        "whitened over the batch), `reinforce_plus_plus_baseline` (dr_grpo, whitened), `gae` (from a critic's values; recipe=ppo, which has no other). Formulas: docs/algorithms.md.",
     )
     advantage_eps: float = Field(
         1e-6,
@@ -70,13 +70,16 @@ class RlConfig(Section):
     )
     whitening: Literal["none", "sample", "population"] = Field(
         "sample",
-        description="Whitening of reinforce_plus_plus and its baseline variant over all tokens of the iteration: variance with divisor "
+        description="Whitening of reinforce_plus_plus, its baseline variant and gae over all tokens of the iteration: variance with divisor "
         "N - 1 (`sample`, verl) or N (`population`, OpenRLHF), or `none`.",
     )
-    gamma: float = Field(1.0, gt=0, le=1, description="Discount of rewards from token to token (reinforce_plus_plus).")
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount of rewards from token to token (reinforce_plus_plus, gae).")
+    lam: float = Field(
+        1.0, ge=0, le=1, description="Lambda of gae: 1: rewards to come minus the value; 0: one step's reward and the change of value."
+    )
     gaps: Literal["skip", "zero"] = Field(
         "skip",
-        description="Tokens inside a completion that do not count (loss_mask 0), for reinforce_plus_plus: `skip`: the next one that counts "
+        description="Tokens inside a completion that do not count (loss_mask 0), for reinforce_plus_plus and gae: `skip`: the next one that counts "
         "is the next token (verl); `zero`: they have reward 0, and discounts run through them (OpenRLHF).",
     )
     loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = Field(
@@ -136,6 +139,7 @@ class RlConfig(Section):
         ge=0,
         description="Iterations between evaluations on data.eval_source; 0: only before the first and after the last.",
     )
+    eval_before: bool = Field(True, description="Evaluate on data.eval_source, if there is one, before the first iteration.")
 
 
 class RolloutConfig(Section):

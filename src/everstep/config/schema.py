@@ -90,6 +90,11 @@ class OffloadConfig(Section):
         description="From the rollout until the next optimizer step is applied, keep Adam's moments and float32 masters in host memory. "
         "Also while a rank that lived on builds its engine again.",
     )
+    idle_model: bool = Field(
+        False,
+        description="Of actor and critic (recipe=ppo) keep only the one that works on the device: parameters, gradients and optimizer state "
+        "of the other are in host memory meanwhile.",
+    )
     reference: bool = Field(
         False,
         description="Keep the reference model (rl.kl_coef) in host memory; it is on the device only while its log-probabilities are "
@@ -240,6 +245,33 @@ class SftConfig(Section):
     eval_samples: int = Field(128, ge=1, description="Samples of one evaluation (the first ones of the held-out data).")
 
 
+class CriticOptimizerConfig(OptimizerConfig):
+    """As optimizer, for the critic; steps are the critic's own."""
+
+    lr: float = Field(1e-5, gt=0, description="Peak learning rate of the critic.")
+
+
+class CriticConfig(Section):
+    """The critic of recipe=ppo: a model beside the actor, in the same ranks, whose one output per token is a value."""
+
+    path: str | None = Field(
+        None,
+        description="Where the critic's weights come from, in the forms of model.path: a language model, which gets a new value head, or a "
+        "critic that was saved (checkpoints/*/critic). Default: model.path. With model.init=random it is a random one of that form.",
+    )
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()  # type: ignore[call-arg]
+    value_clip: float | None = Field(
+        0.5,
+        gt=0,
+        description="A value may move this far from what it was at the rollout; beyond, it has no gradient (the larger of both losses "
+        "counts, as in PPO's code). null: off.",
+    )
+    warmup: int = Field(
+        0, ge=0, description="RL iterations at the start in which only the critic is trained, and the actor is left as it is."
+    )
+    passes: int | None = Field(None, ge=1, description="The critic's passes over an iteration's samples; default: rl.passes.")
+
+
 class TrainConfig(Section):
     micro_batch_size: int | None = Field(
         None,
@@ -273,6 +305,11 @@ class CheckpointConfig(Section):
         description="Complete checkpoints kept; older ones are deleted after a newer one is complete.",
     )
     at_end: bool = Field(True, description="Save when the run ends.")
+    keep_best: bool = Field(
+        False,
+        description="Save after each evaluation that is better than all before it (RL: accuracy; SFT: loss), and keep that checkpoint, which "
+        "`checkpoints/best` names, besides checkpoint.keep_last.",
+    )
 
 
 class RecoveryConfig(Section):
@@ -394,7 +431,10 @@ class SemiSyncConfig(Section):
     outer_nesterov: bool = Field(True, description="Nesterov momentum in the outer SGD.")
 
 
-FaultPhase = Literal["compute", "exchange", "salvage", "reduce", "vote", "commit", "apply", "heal", "spare", "save", "rollout", "send", "generate", "sync"]
+FaultPhase = Literal[
+    "compute", "exchange", "salvage", "reduce", "vote", "commit", "apply", "heal", "spare", "save", "rollout", "send", "generate", "sync",
+    "reward", "logprobs", "values", "advantages",
+]  # fmt: skip
 FaultKind = Literal["kill", "stop", "exit", "segv", "gil", "oom", "nan", "hang", "partition", "error"]
 
 
@@ -402,13 +442,14 @@ class Fault(Section):
     step: int = Field(
         ge=1,
         description="Global step (as logged) in which the fault happens; heal: the first heal from this step on; save: the step that "
-        "is saved; rollout, send, generate, sync: the step that the rollout precedes.",
+        "is saved; rollout, send, generate, sync, reward, logprobs, values, advantages: the first step of the iteration.",
     )
     phase: FaultPhase = Field(
         "compute",
         description="Where the victim is: a phase of the step transaction (`commit`: the step is recorded, the victim may not have "
-        "applied it), `spare`: idle, not placed; `save`, `rollout`: in that call; `send`: a rank that serves weights "
-        "to rollout engines; `generate`, `sync`: a rollout engine that makes tokens, or gets weights.",
+        "applied it), `spare`: idle, not placed; `save`, `rollout`, `logprobs`, `values`: in that call; `send`: a rank that serves weights "
+        "to rollout engines; `generate`, `sync`: a rollout engine that makes tokens, or gets weights; `reward`, `advantages`: while the "
+        "lead is in that stage.",
     )
     kind: FaultKind = Field(
         "kill",
@@ -527,7 +568,9 @@ class LighthouseConfig(Section):
 
 
 class Config(Section):
-    recipe: Literal["sft", "grpo"] = Field(description="What to do: supervised fine-tuning or GRPO.")
+    recipe: Literal["sft", "grpo", "ppo"] = Field(
+        description="What to do: supervised fine-tuning, GRPO and its relatives (no critic), or PPO with a critic."
+    )
     run_dir: str = Field(
         "runs/default",
         description="Folder of this run: configs, checkpoints, logs, events, tensorboard, report.",
@@ -546,6 +589,11 @@ class Config(Section):
         default_factory=dict,
         description="Environment variables for every rank and spare (NCCL settings, ...); reserved names are refused.",
     )
+    pipeline: str | None = Field(
+        None,
+        description="`module:function(config) -> everstep.rl.pipeline.Pipeline`: the stages of an RL iteration; default: those of the recipe "
+        "(everstep.rl.pipeline.standard), which everstep plan prints.",
+    )
     model: ModelConfig
     layout: LayoutConfig = LayoutConfig()
     engine: EngineConfig = EngineConfig()
@@ -557,6 +605,7 @@ class Config(Section):
     sft: SftConfig = SftConfig()
     warmup: WarmupConfig = WarmupConfig()
     rl: RlConfig = RlConfig()
+    critic: CriticConfig = CriticConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -49,6 +49,11 @@ def check(config: Config, shape: ModelShape) -> None:
             f"semisync.method={method} with recipe=grpo: an inner step is a rollout and one update, so rl.passes={config.rl.passes} and "
             f"rl.updates_per_pass={config.rl.updates_per_pass} must be 1"
         )
+    if config.recipe == "ppo" or config.pipeline:
+        what = "recipe=ppo" if config.recipe == "ppo" else f"pipeline={config.pipeline}"
+        raise ConfigError(
+            f"{what} with semisync.method={method}: on islands an iteration is a rollout and one update of one model; use semisync.method=none"
+        )
     if config.recipe == "grpo" and config.rollout.engines:
         raise ConfigError(
             f"rollout.engines={config.rollout.engines} generate with the committed weights, but with semisync.method={method} each replica makes "

@@ -63,12 +63,13 @@ def check(config: Config) -> PreparedData:
     format asks for or is too long, a token is outside the model's vocabulary, or the reward cannot be imported.
     Starts no process.
     """
+    from everstep.config import derive
     from everstep.data.prepare import prepare_prompts, prepare_sft
     from everstep.engine.source import describe, load_tokenizer
 
-    data, rl = config.data, config.recipe == "grpo"
+    data, rl = config.data, derive.is_rl(config)
     if rl and data.format != "prompt":
-        raise ConfigError(f"recipe=grpo generates from prompts: set data.format=prompt (it is {data.format})")
+        raise ConfigError(f"recipe={config.recipe} generates from prompts: set data.format=prompt (it is {data.format})")
     tokenizer = load_tokenizer(config.model)
 
     def prepare(spec: str, args: dict[str, Any], key: str, prompts: bool) -> Dataset:

@@ -12,6 +12,7 @@ find the files. What goes wrong here is the user's to mend, so every error is a 
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import os
@@ -59,6 +60,14 @@ class ModelSource:
             return AutoConfig.from_pretrained(self.dir, local_files_only=True, **options)
         except (OSError, ValueError, KeyError, ImportError) as e:
             raise BadInput(f"transformers cannot read the configuration of model.path={self.spec}: {_line(e)}") from e
+
+    def critic_config(self) -> PretrainedConfig:
+        """``hf_config`` of a critic of this form, as transformers names one: a token classifier with one label."""
+        described = copy.deepcopy(self.hf_config)
+        described.architectures = [name.removesuffix("ForCausalLM") + "ForTokenClassification" if name.endswith("ForCausalLM") else name
+                                   for name in described.architectures or []]
+        described.num_labels = 1
+        return described
 
 
 @dataclass(frozen=True)
@@ -117,22 +126,22 @@ class ModelShape:
 # ---------------------------------------- finding it
 
 
-def resolve(model: ModelConfig) -> ModelSource:
+def resolve(model: ModelConfig, key: str = "model.path") -> ModelSource:
     """Find, and fetch if need be, the model of ``model.path``. Called on every node that needs it.
 
     Blocks while another process of this node fetches the same model. ``BadInput`` if there is no such model, it
     is incomplete, or its hub cannot be reached.
     """
     if model.init == "random":
-        return _find(model.path, "model.path", CONFIG_FILES)
-    source = _find(model.path, "model.path", MODEL_FILES)
+        return _find(model.path, key, CONFIG_FILES)
+    source = _find(model.path, key, MODEL_FILES)
     _require_weights(source)
     return _converted(source) if source.gguf else source
 
 
-def describe(model: ModelConfig) -> ModelShape:
+def describe(model: ModelConfig, key: str = "model.path") -> ModelShape:
     """The model's sizes. Fetches no more than config.json, reads no weights, imports no torch. ``BadInput``."""
-    source = _find(model.path, "model.path", CONFIG_FILES)
+    source = _find(model.path, key, CONFIG_FILES)
     if source.gguf:
         return _gguf_shape(source.dir / source.gguf)
     return _json_shape(source.dir / "config.json")

@@ -2,8 +2,8 @@
 
     rollout -> reward -> [reference log-probs] -> [old log-probs] -> advantages -> updates
 
-An iteration makes ``rl.passes * rl.updates_per_pass`` optimizer steps. With one, the policy that is updated is the one that
-generated, and its own log-probabilities are the old ones.
+What happens in an iteration is the pipeline's (:mod:`everstep.rl.pipeline`), and another one can be put in its place; this is the loop
+around it, which recipe ppo has too. Everything that the stages make is complete and on disk before the first update.
 """
 
 from __future__ import annotations
@@ -11,95 +11,134 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from everstep.cluster.batch import TrainingBatch
+from everstep.config import derive
 from everstep.config.schema import Config
-from everstep.data import SampleStream, pass_order
+from everstep.data import SampleStream
 from everstep.errors import BadInput
 from everstep.recipes import sft
 from everstep.recipes.run import Run, Stopwatch, step_metrics
 from everstep.recipes.schedule import learning_rate
-from everstep.rl import credit, island
-from everstep.rl.rewards import resolve, score
+from everstep.recipes.updates import transactions
+from everstep.rl import credit, island, pipeline
+from everstep.rl.execute import Context, execute, named
+from everstep.rl.record import IterationRecord, IterationRecords, settings_digest
+from everstep.rl.rewards import Reward, resolve, score
 from everstep.rl.rollout import Sampling, repeat_prompts
 from everstep.telemetry.console import Completion
+
+#: Metrics of the standard stages' seconds (verl's names); those of others are ``stage_s/NAME``.
+TIMINGS = {"rollout": "gen", "reward": "reward", "ref_logprob": "ref", "old_logprob": "old_log_prob", "values": "values", "advantages": "adv",
+           "update_actor": "update_actor", "update_critic": "update_critic"}
 
 
 def train(run: Run) -> None:
     config, group, rl = run.config, run.group, run.config.rl
     reward = resolve(config.reward, config.data.source, config.data.source_args)
+    stages, sizes = pipeline.resolve(config), derive.sizes(config)
+    records = IterationRecords(run.folder / "iterations", run.folder / "checkpoints")
     prompts = SampleStream(len(run.data.train), config.seed, config.data.shuffle)
-    iteration, has_reference, kl_coef = 0, False, rl.kl_coef
+    iteration, has_reference, kl_coef = 0, False, rl.kl_coef  # iteration: those that are complete
+    began_at = group.committed_step  # where the one in progress began
     if run.state:
         prompts.load_state_dict(run.state["prompts"])
         iteration, has_reference = int(run.state["iteration"]), bool(run.state["reference"])
+        began_at = int(run.state.get("began_at", began_at))
         kl_coef = float(run.state["kl_coef"]) if rl.kl_target else rl.kl_coef
         if iteration and rl.kl_coef > 0 and not has_reference:
             raise BadInput(
                 f"rl.kl_coef={rl.kl_coef}: the checkpoint has no reference model, because rl.kl_coef was 0 when the run began; "
                 "resume with rl.kl_coef=0, or start a new run from the checkpoint's folder hf"
             )
-    state = lambda: {"prompts": prompts.state_dict(), "iteration": iteration, "reference": has_reference, "kl_coef": kl_coef}
+    state: Callable[[], dict[str, Any]] = lambda: {
+        "prompts": prompts.state_dict(), "iteration": iteration, "reference": has_reference, "kl_coef": kl_coef, "best": run.best,
+        "began_at": max(began_at, min(group.committed_step, sizes.warmup_transactions)),  # within the warm-up none is in progress
+    }  # fmt: skip
 
-    warm_up(run, state)
-    if rl.kl_coef > 0 and iteration == 0:
+    if group.committed_step * run.inner_steps < config.warmup.steps:
+        warm_up(run, state)
+        began_at = group.committed_step
+    record = interrupted(run, records, iteration + 1, began_at)
+    if rl.kl_coef > 0 and not has_reference:
         group.call("pass_through", "keep_reference")
         has_reference = True
-    if run.data.eval and iteration == 0:
+    if run.data.eval and rl.eval_before and iteration == 0 and record is None:
         run.summary["accuracy_before"] = evaluate(run, reward)
+        run.log(group.committed_step, {"val-core/acc/mean@1": run.summary["accuracy_before"]})
 
     if config.semisync.method != "none":
         islands(run, prompts, reward, iteration, has_reference)
         return
-    updates = rl.passes * rl.updates_per_pass
+
     run.start(rl.iterations, "iteration", iteration)
     while iteration < rl.iterations:
-        iteration += 1
         watch = Stopwatch()
+        context = Context(config, iteration + 1, reward, kl_coef)
+        if record is None:
+            taken = run.data.train.batch(prompts.take(rl.prompts_per_step))
+            made = execute(stages, context, group, repeat_prompts(taken, rl.samples_per_prompt), run.events)
+            record = IterationRecord(
+                iteration + 1, began_at, sizes.updates_of(iteration + 1), len(taken), settings_digest(config), made.samples, made.metrics
+            )
+            watch.seconds |= {timing(name): spent for name, spent in made.seconds.items()}
+            watch.skip()
+            group.once(records.write, record)
+            watch.lap("timing_s/record")
+        else:
+            prompts.take(record.prompts_taken)
 
-        taken = run.data.train.batch(prompts.take(rl.prompts_per_step))
-        samples = repeat_prompts(taken, rl.samples_per_prompt)
-        samples = group.rollout(samples, Sampling.for_training(config))
-        watch.lap("gen")
-
-        scores = torch.tensor(group.once(score, reward, samples))
-        watch.lap("reward")
-
-        if rl.kl_coef > 0:
-            reference = group.call("mesh", "logprobs", samples, config.rollout.temperature, "reference")
-            samples = samples.with_tensors(ref_logprobs=reference["ref_logprobs"])
-            watch.lap("ref")
-        if credit.needs_old_logprobs(rl):
-            old = group.call("mesh", "logprobs", samples, config.rollout.temperature)
-            samples = samples.with_tensors(old_logprobs=old["logprobs"])
-            watch.lap("old_log_prob")
-
-        samples, credited = credit.assign(samples, scores, rl, kl_coef)
-        watch.lap("adv")
-
-        loss = credit.policy_loss(rl, config.rollout, on_policy=updates == 1, kl_coef=kl_coef)
-        batches = [batch for rl_pass in range(rl.passes) for batch in mini_batches(samples, config, iteration, rl_pass)]
-        for update, batch in enumerate(batches, 1):
-            lr = learning_rate(config.optimizer, group.committed_step + 1 - config.warmup.steps, rl.iterations * updates)
-            result = group.train_step(batch, loss, lr, config.rollout.temperature)
-            if update < updates:  # the last one is logged with the iteration, below
-                run.log(result.step, step_metrics(result, "actor"))
-        prompts.mark_trained(len(taken))
+        metrics = rollout_metrics(record.samples, config) | record.metrics
+        watch.skip()
+        for step in transactions(config, stages, record, done=group.committed_step - began_at):
+            loss = named(step.update.loss)(context)
+            result = group.train_step(step.batch, loss, step.lr, config.rollout.temperature, step.update.role, step.about)
+            if step.last:
+                metrics |= step_metrics(result, step.update.role)  # logged with the iteration, below
+                watch.lap(timing(step.update.name))
+            else:
+                run.log(result.step, step_metrics(result, step.update.role))
+        samples, record = record.samples, None
+        iteration, began_at = iteration + 1, group.committed_step
+        prompts.mark_trained(prompts.read - prompts.trained)
         kl_coef = credit.next_kl_coef(samples, rl, kl_coef)  # moves with the iteration's last commit, and is saved with it
-        watch.lap("update_actor")
 
-        metrics = step_metrics(result, "actor") | credited | rollout_metrics(samples, config)
         metrics |= {"training/iteration": float(iteration), "training/pass": prompts.trained / prompts.size}
-        metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / watch.total
-        metrics["timing_s/step"] = watch.total
+        metrics["timing_s/step"] = watch.wall
+        metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / watch.wall
+        accuracy = None
         if run.data.eval and (iteration == rl.iterations or (rl.eval_every and iteration % rl.eval_every == 0)):
-            run.summary["accuracy_after"] = metrics["val-core/acc/mean@1"] = evaluate(run, reward)
-            watch.lap("testing")
-        run.log(result.step, metrics | watch.seconds, show_at=iteration)
-        run.completions(some_completions(samples, scores, config.telemetry.show_completions))
+            accuracy = run.summary["accuracy_after"] = metrics["val-core/acc/mean@1"] = evaluate(run, reward)
+            watch.lap("timing_s/testing")
+        run.log(began_at, metrics | watch.seconds, show_at=iteration)
+        run.completions(some_completions(samples, config.telemetry.show_completions))
         run.verify_if_due()
+        if accuracy is not None:
+            run.save_if_best(accuracy, state)
         run.save_if_due(state, last=iteration == rl.iterations)
+        group.once(records.retire)
+
+
+def timing(part: str) -> str:
+    return f"timing_s/{TIMINGS[part]}" if part in TIMINGS else f"stage_s/{part}"
+
+
+def interrupted(run: Run, records: IterationRecords, iteration: int, began_at: int) -> IterationRecord | None:
+    """The record of the iteration that this run goes on with; None if the iteration begins anew."""
+    if run.group.bookmarked and iteration > 1:  # this life joins others that are behind an iteration, and looked long ago
+        if run.config.semisync.method == "none":
+            run.group.once(records.retire)  # what comes next in the loop that they are in
+        return None
+    record: IterationRecord | None = run.group.once(records.find, iteration, began_at, settings_digest(run.config), run.note)
+    run.group.once(records.retire, record.iteration if record else None)
+    done = run.group.committed_step - began_at
+    if record:
+        run.note(f"iteration {iteration} goes on with its {len(record.samples)} samples, after {done} of its updates")
+    elif done:
+        raise BadInput(
+            f"the run stands {done} updates inside iteration {iteration}, but {run.folder / 'iterations'} has no record of that iteration under these "
+            "settings; resume from an earlier checkpoint (resume=STEP), or with the settings it had"
+        )
+    return record
 
 
 def islands(run: Run, prompts: SampleStream, reward: Any, iteration: int, has_reference: bool) -> None:
@@ -116,13 +155,13 @@ def islands(run: Run, prompts: SampleStream, reward: Any, iteration: int, has_re
         result = run.train(asked, island.loss_spec(config), lrs, config.rollout.temperature, island.ROLLOUT)
         prompts.mark_trained(sum(map(len, taken)))
         iteration += inner
-        watch.lap("step")
+        watch.lap("timing_s/step")
         metrics = step_metrics(result, "actor", inner) | {
             "training/iteration": float(iteration), "training/inner_step": float(iteration), "training/pass": prompts.trained / prompts.size,
         }  # fmt: skip
         if run.data.eval and (iteration == rl.iterations or (rl.eval_every and iteration // rl.eval_every > (iteration - inner) // rl.eval_every)):
             run.summary["accuracy_after"] = metrics["val-core/acc/mean@1"] = evaluate(run, reward)
-            watch.lap("testing")
+            watch.lap("timing_s/testing")
         run.log(result.step, metrics | watch.seconds, show_at=iteration)
         run.verify_if_due()
         run.save_if_due(state, last=iteration == rl.iterations)
@@ -144,25 +183,12 @@ def warm_up(run: Run, state: Callable[[], dict[str, Any]]) -> None:
         stream.mark_trained(sum(map(len, batches)))
         tokens = sum(sum(batch.token_counts()) for batch in batches)
         metrics = step_metrics(result, "train", inner) | {"perf/total_num_tokens": float(tokens)}
-        run.log(result.step, metrics | {"perf/throughput": tokens / watch.lap("step")} | watch.seconds, show_at=result.step)
+        run.log(result.step, metrics | {"perf/throughput": tokens / watch.lap("timing_s/step")} | watch.seconds, show_at=result.step)
         run.verify_if_due()
         run.save_if_due(state)
 
 
-def mini_batches(samples: TrainingBatch, config: Config, iteration: int, rl_pass: int) -> list[TrainingBatch]:
-    """The optimizer steps of one pass over an iteration's samples, in an order that the seed fixes.
-
-    Each use of a sample has its own id, ``ITERATION/PASS/SAMPLE``, so that the account of samples is exact over passes.
-    """
-    order = pass_order(len(samples), config.seed, iteration * config.rl.passes + rl_pass)
-    chosen = samples.select(order)
-    named = TrainingBatch(
-        chosen.tensors, {}, [f"{iteration}/{rl_pass}/{sample}" for sample in chosen.sample_ids], chosen.weight_versions
-    )
-    return named.chunk(config.rl.updates_per_pass)
-
-
-def evaluate(run: Run, reward: Any) -> float:
+def evaluate(run: Run, reward: Reward) -> float:
     """Share of held-out prompts whose (greedy) completion is right: a reward of at least 1."""
     assert run.data.eval is not None
     prompts = run.data.eval.first(run.config.rollout.eval_samples)
@@ -182,6 +208,6 @@ def rollout_metrics(samples: TrainingBatch, config: Config) -> dict[str, float]:
     }
 
 
-def some_completions(samples: TrainingBatch, scores: torch.Tensor, count: int) -> list[Completion]:
+def some_completions(samples: TrainingBatch, count: int) -> list[Completion]:
     rows = range(0, len(samples), max(1, len(samples) // max(count, 1)))[:count]
-    return [Completion(str(samples.column("prompt")[i]), samples.column("completion")[i], float(scores[i])) for i in rows]
+    return [Completion(str(samples.column("prompt")[i]), samples.column("completion")[i], float(samples["scores"][i])) for i in rows]

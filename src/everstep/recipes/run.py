@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from everstep.checkpoint import manifest
+from everstep.checkpoint.storage import local_folder
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.group import Group, StepResult
 from everstep.config import derive
@@ -35,6 +38,7 @@ class Run:
     open_metrics: Callable[[int], Metrics] | None = None
 
     def __post_init__(self) -> None:
+        self.best: float | None = self.state.get("best")
         self._saved_step = self._verified_step = self.group.committed_step  # of the checkpoint that the run resumed from
         if marked := self.group.bookmarked:
             self._saved_step, self._verified_step, self.summary = marked["saved"], marked["verified"], dict(marked["summary"])
@@ -44,6 +48,10 @@ class Run:
     def state(self) -> dict[str, Any]:
         """What the recipe saved with the checkpoint that the run resumed from; empty at the start."""
         return self.group.recipe_state
+
+    @property
+    def folder(self) -> Path:
+        return local_folder(self.config.run_dir)
 
     def start(self, total: int, unit: str, done: int = 0) -> None:
         if self.console:
@@ -98,6 +106,20 @@ class Run:
             self.note(f"saved {path}")
         self.group.mark({"recipe": state(), "saved": self._saved_step, "verified": self._verified_step, "summary": self.summary})
 
+    def save_if_best(self, value: float, state: Callable[[], dict[str, Any]]) -> None:
+        """``checkpoint.keep_best``: a checkpoint of this moment, kept, if ``value`` (the higher the better) is above all before it.
+        ``state()`` is to hold ``self.best``, so that a resumed run knows it."""
+        if self.best is not None and value <= self.best:
+            return
+        self.best = value
+        if not self.config.checkpoint.keep_best:
+            return
+        path = self.group.save(state())
+        self._saved_step = self.group.committed_step
+        if self.group.is_lead:
+            manifest.set_pointer(path, manifest.BEST)
+        self.note(f"saved {path}, the best so far")
+
     def _dispatch_metrics(self) -> dict[str, float]:
         """What the worker calls since the last line of metrics cost beside the workers' own time."""
         total = (self.group.dispatch_bytes, self.group.dispatch_seconds)
@@ -129,18 +151,23 @@ def step_metrics(result: StepResult, prefix: str, inner_steps: int = 1) -> dict[
 
 
 class Stopwatch:
-    """Seconds of named parts of an iteration, as ``timing_s/NAME``."""
+    """Seconds of the parts of an iteration, by the name of their metric."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self._start = self._since = time.monotonic()
+
+    def skip(self) -> None:
+        """The next lap begins now."""
         self._since = time.monotonic()
 
     def lap(self, name: str) -> float:
         now = time.monotonic()
         spent, self._since = now - self._since, now
-        self.seconds[f"timing_s/{name}"] = self.seconds.get(f"timing_s/{name}", 0.0) + spent
+        self.seconds[name] = self.seconds.get(name, 0.0) + spent
         return spent
 
     @property
-    def total(self) -> float:
-        return sum(self.seconds.values())
+    def wall(self) -> float:
+        """Seconds since the start. Laps may be fewer, and parts that overlap more."""
+        return time.monotonic() - self._start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from everstep.cluster.batch import TrainingBatch
@@ -20,7 +21,7 @@ def train(run: Run) -> None:
     stream = SampleStream(len(data), config.seed, config.data.shuffle)
     if run.state:
         stream.load_state_dict(run.state["stream"])
-    state = lambda: {"stream": stream.state_dict()}
+    state: Callable[[], dict[str, Any]] = lambda: {"stream": stream.state_dict(), "best": run.best}
     run.start(total // inner, "round" if inner > 1 else "step", group.committed_step)
 
     while (done := group.committed_step * inner) < total:
@@ -35,14 +36,16 @@ def train(run: Run) -> None:
             "training/pass": stream.trained / stream.size,
             "training/inner_step": float(done),
             "perf/total_num_tokens": float(tokens),
-            "perf/throughput": tokens / watch.lap("step"),
+            "perf/throughput": tokens / watch.lap("timing_s/step"),
         }
         every = config.sft.eval_every
         if run.data.eval and (done == total or (every and done // every > (done - inner) // every)):
             metrics["val/loss"] = held_out_loss(run, run.data.eval.first(config.sft.eval_samples))
-            watch.lap("testing")
+            watch.lap("timing_s/testing")
         run.log(result.step, metrics | watch.seconds, show_at=result.step)
         run.verify_if_due()
+        if "val/loss" in metrics:
+            run.save_if_best(-metrics["val/loss"], state)
         run.save_if_due(state, last=done == total)
 
     run.save_if_due(state, last=True)

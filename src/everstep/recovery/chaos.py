@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from everstep.config import derive
 from everstep.config.schema import Config, Fault
@@ -50,8 +50,10 @@ def budget(config: Config) -> int:
     return config.layout.spares + config.layout.replicas - needed
 
 
-def draw(config: Config, seed: int, rate: float, kinds: Sequence[str], reckless: bool = False) -> list[Fault]:
-    """``rate``: expected faults per step, before the limit of what is survived. The same arguments give the same schedule.
+def draw(
+    config: Config, seed: int, rate: float, kinds: Sequence[str], reckless: bool = False, stages: Collection[str] = ("rollout",)
+) -> list[Fault]:
+    """``stages``: those of an RL iteration that can be struck, before its first step. ``rate``: expected faults per step, before the limit of what is survived. The same arguments give the same schedule.
 
     Raises BadInput if ``rate`` is no rate, or if nothing may be struck.
     """
@@ -62,13 +64,14 @@ def draw(config: Config, seed: int, rate: float, kinds: Sequence[str], reckless:
             f"layout.replicas={config.layout.replicas} and layout.spares={config.layout.spares} with recovery.min_replicas="
             f"{config.recovery.min_replicas} survive no death; raise layout.*, choose --faults nan, or add --reckless"
         )
-    return _Draw(config, random.Random(f"everstep chaos {seed}"), list(kinds), reckless).all(rate)
+    return _Draw(config, random.Random(f"everstep chaos {seed}"), list(kinds), reckless, stages).all(rate)
 
 
 class _Draw:
     """First who is struck when and how, then which deaths are survived (a random choice of them, not the first), then where."""
 
-    def __init__(self, config: Config, rng: random.Random, kinds: list[str], reckless: bool):
+    def __init__(self, config: Config, rng: random.Random, kinds: list[str], reckless: bool, stages: Collection[str]):
+        self._stages = stages
         self._config, self._rng, self._kinds, self._reckless = config, rng, kinds, reckless
         self._sizes = derive.sizes(config)
         self._layout = self._sizes.layout
@@ -146,8 +149,9 @@ class _Draw:
             phases.add("salvage")
         if step in self._saved and replica == 0:  # the first contributor writes
             phases.add("save")
-        if step in self._rollouts and not self._config.rollout.engines:
-            phases.add("rollout")
-        elif step in self._rollouts and replica == 0:  # the first contributor sends
-            phases.add("send")
+        if step in self._rollouts:
+            engines = bool(self._config.rollout.engines)
+            phases |= set(self._stages) - ({"rollout"} if engines else set())
+            if engines and replica == 0:  # the first contributor sends
+                phases.add("send")
         return phases

@@ -11,7 +11,7 @@ import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -93,9 +93,9 @@ class Desk:
             for worker in [w for m in members for w in m.workers if w in self.dead]:  # it died after it was formed
                 self._event(lambda dead=worker: self.coordinator.death(dead, self.dead[dead]))  # type: ignore[misc]
 
-    def resume(self, past: Sequence[Record], present: list[Member], begun: tuple[tuple[str, ...], ...] | None) -> None:
+    def resume(self, past: Sequence[Record], present: list[Member], begun: tuple[tuple[tuple[str, ...], ...], Mapping[str, Any]] | None) -> None:
         """In the place of open(): go on from the last records of an earlier coordinator with those of its members that are here.
-        They are first told what they missed. ``begun``: the samples by slot of the next step, if somebody has come to it."""
+        They are first told what they missed. ``begun``: what begin() is told of the next step, if somebody has come to it."""
         with self._changed:
             missed = [(record.number, {"type": "record", "record": record.to_json()}) for record in past]
             self._history.extend(missed)
@@ -107,19 +107,19 @@ class Desk:
             self._healing = past[-1].view.healing
             self._event(lambda: self.coordinator.resume(past[-1], present, number))
             if begun is not None and self.failure is None:
-                self.begin(self.coordinator.committed + 1, begun)
+                self.begin(self.coordinator.committed + 1, *begun)
 
     def restart_at(self, step: int) -> None:
         """The members hold step ``step`` of a checkpoint; only before the first step of this run."""
         self._event(lambda: self.coordinator.restart_at(step))
 
-    def begin(self, step: int, slots: tuple[tuple[str, ...], ...]) -> None:
-        """Step ``step`` begins, with the samples (ids) of each of its slots."""
+    def begin(self, step: int, slots: tuple[tuple[str, ...], ...], about: Mapping[str, Any] | None = None) -> None:
+        """Step ``step`` begins, with the samples (ids) of each of its slots. ``about``: further fields of its event."""
         with self._changed:
             self.coordinator.begin(step, slots)
         view = self.coordinator.view
         self._events.emit("begin", step=step, epoch=view.epoch.key, members=list(view.replicas),
-                          samples=[sample for slot in slots for sample in slot])
+                          samples=[sample for slot in slots for sample in slot], **(about or {}))
 
     def joiner(self, member: Member) -> None:
         """Announce a formed replica. One that lost a rank again in the meantime is not announced: its repair is under way."""

@@ -31,7 +31,11 @@ COMPANY_S = 5.0      # that a held victim waits for a survivor to enter its phas
 ACKNOWLEDGE_S = 5.0  # for a victim to say that it holds its order, before the step begins without it
 
 _STEP = frozenset({"compute", "exchange", "salvage", "reduce", "vote", "apply", "heal"})
-_CALLS = frozenset({"save", "rollout", "send"})
+_CALLS = frozenset({"save", "rollout", "send", "logprobs", "values"})
+_LEAD = frozenset({"reward", "advantages"})  # stages that compute in the lead: the victim is in none of its own
+
+#: Stages of an RL iteration; a fault in one names the iteration's first step.
+STAGES = frozenset({"rollout", "logprobs", "values"}) | _LEAD
 #: Phases of rollout engines.
 ENGINE_PHASES = frozenset({"generate", "sync"})
 
@@ -39,12 +43,14 @@ ENGINE_PHASES = frozenset({"generate", "sync"})
 BEFORE_THE_VOTE_IS_COUNTED = frozenset({"compute", "exchange", "reduce", "vote"})
 #: What can find its victim waiting at the phase's entry, and the phases that no victim enters by itself.
 HELD_KINDS = frozenset({"kill", "stop", "partition"})
-UNHELD_PHASES = frozenset({"spare", "commit", "heal"}) | ENGINE_PHASES
+UNHELD_PHASES = frozenset({"spare", "commit", "heal"}) | ENGINE_PHASES | _LEAD
+
+_OF_OTHERS = frozenset({"spare", "commit"}) | _LEAD  # no rank reports that it enters these
 
 #: Where each kind makes sense.
 PHASES: dict[str, frozenset[str]] = {
-    **dict.fromkeys(("kill", "stop", "exit", "segv", "gil"), _STEP | _CALLS | ENGINE_PHASES | {"commit", "spare"}),
-    "partition": _STEP | _CALLS | {"commit", "spare"},
+    **dict.fromkeys(("kill", "stop", "exit", "segv", "gil"), _STEP | _CALLS | _LEAD | ENGINE_PHASES | {"commit", "spare"}),
+    "partition": _STEP | _CALLS | _LEAD | {"commit", "spare"},
     **dict.fromkeys(("hang", "oom"), _STEP | _CALLS | ENGINE_PHASES),  # an idle spare's main thread waits by nature
     "nan": frozenset({"compute"}),              # the one phase that makes a gradient
     "error": frozenset({"compute", "rollout"}),  # where user code runs: losses, rewards' models, sampling
@@ -130,7 +136,7 @@ class FaultInjector:
         waiting = []
         for planned in self._open():
             fault = planned.fault
-            if not self._is_ordered(fault) or fault.phase in ("spare", "commit") or not self._is_due(fault, step):
+            if not self._is_ordered(fault) or fault.phase in _OF_OTHERS or not self._is_due(fault, step):
                 continue
             worker = self._target.workers_at(*place_of(fault))
             if worker and planned.armed != worker and self._order(planned, worker):
@@ -155,7 +161,7 @@ class FaultInjector:
         place = self._target.place(worker)
         for planned in self._open():
             fault = planned.fault
-            if fault.phase in ("spare", "commit"):
+            if fault.phase in _OF_OTHERS:
                 continue
             mine = place_of(fault) == place
             if fault.kind not in OUTSIDE:
@@ -173,8 +179,16 @@ class FaultInjector:
 
     def on_commit(self, step: int) -> None:
         """Step ``step`` has been recorded."""
+        self._at("commit", step)
+
+    def on_stage(self, stage: str, step: int) -> None:
+        """The lead is in a stage of its own of the iteration whose first step is ``step``."""
+        if stage in _LEAD:
+            self._at(stage, step)
+
+    def _at(self, phase: str, step: int) -> None:
         for planned in self._open():
-            if planned.fault.phase == "commit" and planned.fault.step == step:
+            if planned.fault.phase == phase and planned.fault.step == step:
                 worker = self._target.workers_at(planned.fault.replica, planned.fault.rank)
                 if worker:
                     self._later(planned, worker)

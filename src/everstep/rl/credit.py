@@ -13,20 +13,12 @@ from everstep.rl.importance import importance_weights
 from everstep.rl.kl import adapted, kl_terms, mean_kl, token_rewards
 
 
-def needs_old_logprobs(rl: RlConfig) -> bool:
-    """Whether an iteration needs the trainer's own log-probabilities of its samples before the first update.
-
-    Not if the one update that there is takes its own as the old ones, and nothing else asks for them.
-    """
-    return rl.passes * rl.updates_per_pass > 1 or rl.kl_in == "reward" or bool(rl.kl_target) or rl.importance.level != "none"
-
-
 def assign(
     samples: TrainingBatch, scores: Tensor, rl: RlConfig, kl_coef: float
 ) -> tuple[TrainingBatch, dict[str, float]]:
     """(samples with ``advantages`` and what else the loss reads, metrics). ``scores``: (B,); ``kl_coef``: the present one.
 
-    Reads ``loss_mask``, the column ``group``, ``old_logprobs`` if ``needs_old_logprobs``, ``ref_logprobs`` if ``kl_coef`` > 0,
+    Reads ``loss_mask``, the column ``group``, ``old_logprobs`` if ``pipeline.needs_old_logprobs``, ``ref_logprobs`` if ``kl_coef`` > 0,
     ``rollout_logprobs`` if both are there to compare, ``values`` for rl.advantage=gae (which adds ``returns``). All (B, T).
     """
     mask = samples["loss_mask"]
@@ -38,7 +30,7 @@ def assign(
     elif kl_coef > 0:
         metrics["actor/kl_coef"] = kl_coef
     conventions = advantages.Conventions(
-        eps=rl.advantage_eps, gamma=rl.gamma, whitening=rl.whitening, lone_completion=rl.lone_completion, gaps=rl.gaps
+        eps=rl.advantage_eps, gamma=rl.gamma, lam=rl.lam, whitening=rl.whitening, lone_completion=rl.lone_completion, gaps=rl.gaps
     )
     values = samples.tensors.get("values")
     estimates, returns = advantages.estimate(rl.advantage, rewards, mask, samples.column("group"), conventions, values)
@@ -52,8 +44,10 @@ def assign(
             samples = samples.with_tensors(importance_weights=weights.weights)
             metrics["rollout_corr/rollout_is_mean"] = weights.mean
             metrics["rollout_corr/rollout_is_ratio_fraction_high"] = weights.beyond
-    inside = estimates[mask > 0]
-    for name, numbers in (("score", scores), ("rewards", rewards.sum(dim=1)), ("advantages", inside)):
+    spreads = [("score", scores), ("rewards", rewards.sum(dim=1)), ("advantages", estimates[mask > 0])]
+    if values is not None and returns is not None:
+        spreads += [("values", values[mask > 0]), ("returns", returns[mask > 0])]
+    for name, numbers in spreads:
         if len(numbers):
             metrics |= {f"critic/{name}/{how}": float(getattr(numbers, how)()) for how in ("mean", "max", "min")}
     return samples, metrics
@@ -86,4 +80,12 @@ def policy_loss(rl: RlConfig, rollout: RolloutConfig, on_policy: bool, kl_coef: 
             on_policy=on_policy,
             weighted=rl.importance.level != "none",
         ),
+    )
+
+
+def value_loss(rl: RlConfig, rollout: RolloutConfig, clip: float | None) -> LossSpec:
+    """The critic's loss, aggregated as the policy's is."""
+    horizon = rl.loss_horizon_tokens or rollout.max_response_tokens
+    return LossSpec(
+        "everstep.rl.losses:value_loss", dict(clip=clip, aggregation=rl.loss_aggregation, horizon=horizon, empty_rows=rl.empty_rows)
     )

@@ -18,6 +18,7 @@ from everstep.config.schema import Config
 from everstep.engine.loss import LossFn, LossOutput, LossSpec
 from everstep.rl import credit
 from everstep.rl.losses import PolicyLoss, policy_loss
+from everstep.rl.pipeline import needs_old_logprobs
 from everstep.rl.rewards import resolve, score
 from everstep.rl.rollout import Sampling
 
@@ -37,7 +38,7 @@ class GrpoRollout:
         samples = worker.from_collecting_rank(samples)
         if rl.kl_coef > 0:
             samples = worker.from_collecting_rank(worker.logprobs(samples, temperature, "reference"))
-        if credit.needs_old_logprobs(rl):
+        if needs_old_logprobs(rl):
             old = worker.from_collecting_rank(worker.logprobs(samples, temperature))
             samples = samples.with_tensors(old_logprobs=old["logprobs"])
         samples, _ = credit.assign(samples, samples["scores"], rl, rl.kl_coef)

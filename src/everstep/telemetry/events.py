@@ -55,7 +55,7 @@ def _kind(by: str, meaning: str, required: str = "", *, step: bool = False, epoc
 
 # Units: *_s and `seconds` seconds, *_bytes bytes. `replica`, `rank`: the position concerned (not always the
 # writer). `members`: replicas that take part. `samples`: sample ids; a sample used in several passes of one
-# RL iteration is told apart by the optional field `rl_pass` of begin and commit.
+# RL iteration is told apart by the optional fields `iteration`, `model` (actor, critic), `rl_pass` and `mini_batch` of begin.
 EVENTS: dict[str, EventKind] = {
     # a run
     "run_start": _kind(
@@ -82,6 +82,13 @@ EVENTS: dict[str, EventKind] = {
         "lead",
         "A worker method was called through a dispatch; bytes sent and seconds of the whole call.",
         "method dispatch sent_bytes seconds",
+    ),
+    "stage": _kind(
+        "lead",
+        "A stage of an RL iteration is over; `on`: it ran on the ranks, or in the lead beside them; `after_s`: when it began, from the "
+        "iteration's begin.",
+        "name iteration on after_s seconds",
+        step=True,
     ),
     "metrics": _kind("lead", "The metrics of a step, as written to metrics.jsonl.", "values", step=True),
     # a step transaction

@@ -1,0 +1,65 @@
+"""What the standard stages compute (:func:`everstep.rl.pipeline.standard` says when). Legend: B samples, T token columns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.dispatch import mesh_of
+from everstep.config import derive
+from everstep.engine.loss import LossSpec
+from everstep.rl import credit
+from everstep.rl.execute import Context
+from everstep.rl.rewards import score
+from everstep.rl.rollout import Sampling
+
+
+def _forward(context: Context, samples: TrainingBatch) -> str:
+    """How samples are dealt to the ranks that evaluate them."""
+    train = context.config.train
+    packed = train.tokens_per_micro_batch is not None  # then who shares a row depends on all of a rank's samples
+    return mesh_of(context.config.recovery, max(1, len(samples)) if packed else derive.micro_batch_size(train))
+
+
+def rollout(context: Context, prompts: TrainingBatch) -> TrainingBatch:
+    """One completion for each row; see ``TransformersRollout.generate`` for its columns."""
+    samples: TrainingBatch = context.group.rollout(prompts, Sampling.for_training(context.config))
+    return samples
+
+
+def reward(context: Context, samples: TrainingBatch) -> dict[str, Tensor]:
+    """``scores`` (B,)."""
+    return {"scores": torch.tensor(score(context.reward, samples), dtype=torch.float32)}
+
+
+def old_logprob(context: Context, samples: TrainingBatch) -> dict[str, Tensor]:
+    """``old_logprobs`` (B, T): of the policy that is about to be updated, which is the one that generated."""
+    scored = context.group.call(_forward(context, samples), "logprobs", samples, context.config.rollout.temperature)
+    return {"old_logprobs": scored["logprobs"]}
+
+
+def ref_logprob(context: Context, samples: TrainingBatch) -> dict[str, Tensor]:
+    """``ref_logprobs`` (B, T): of the reference model."""
+    scored = context.group.call(_forward(context, samples), "logprobs", samples, context.config.rollout.temperature, "reference")
+    return {"ref_logprobs": scored["ref_logprobs"]}
+
+
+def values(context: Context, samples: TrainingBatch) -> dict[str, Tensor]:
+    """``values`` (B, T): the critic's, of the state before each token."""
+    return {"values": context.group.call(_forward(context, samples), "values", samples)["values"]}
+
+
+def advantages(context: Context, samples: TrainingBatch) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """``advantages`` (B, T), as section ``rl`` says; with a critic also ``returns``; ``importance_weights`` if they are asked for."""
+    credited, metrics = credit.assign(samples, samples["scores"], context.config.rl, context.kl_coef)
+    return {name: tensor for name, tensor in credited.tensors.items() if name not in samples}, metrics
+
+
+def actor_loss(context: Context) -> LossSpec:
+    rl = context.config.rl
+    return credit.policy_loss(rl, context.config.rollout, on_policy=rl.passes * rl.updates_per_pass == 1, kl_coef=context.kl_coef)
+
+
+def critic_loss(context: Context) -> LossSpec:
+    return credit.value_loss(context.config.rl, context.config.rollout, context.config.critic.value_clip)

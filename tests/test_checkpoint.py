@@ -4,66 +4,118 @@ bitwise back.
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
 import os
 import resource
 import signal
 import sys
 import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from everstep.checkpoint import choose as choosing
 from everstep.checkpoint.choose import adopt, choose
+from everstep.checkpoint.export import write_shards
+from everstep.checkpoint.index import INDEX, Index, Receipt, check_scalar, make_index
 from everstep.checkpoint.manifest import (
-    FileEntry,
     begin,
     checkpoint_folders,
     damage,
+    existing,
     incomplete,
     pointed_at,
     publish,
     read_manifest,
     read_run_state,
     retire,
+    set_pointer,
     verify,
 )
-from everstep.checkpoint.sharded import inner_layout, load_rank, save_hf, save_rank
-from everstep.checkpoint.storage import CheckpointError, digest, local_folder, write_atomic
+from everstep.checkpoint.saving import inner_layout
+from everstep.checkpoint.sharded import load_part, my_share, staged_files
+from everstep.checkpoint.storage import (
+    CheckpointError,
+    as_json,
+    local_folder,
+    patiently,
+    storage_errors,
+    write_atomic,
+    write_file,
+)
 from everstep.config.schema import Config
+from everstep.engine.logical import Box, Fragment, LogicalState
 from everstep.errors import BadInput
 from everstep.layout import Layout
-from everstep.run_dir import open_run_dir, prepare_run_dir
+from everstep.run_dir import checkpoints_of, open_run_dir, prepare_run_dir
+from support.checkpoints import entries_of, flip_a_bit
 
 LAYOUT = Layout(replicas=2, tp=2)
 
 
-def state_of(step: int, rank: int = 0) -> dict[str, Tensor]:
-    """Views of one flat buffer, as Megatron keeps them; bf16, a scalar and an empty shard included."""
-    flat = torch.arange(64, dtype=torch.float32) * (step + 1) + rank
-    return {
-        "param/a": flat[:24].view(4, 6).t(),  # not contiguous
-        "param/b": flat[24:40],
-        "master/b": flat[24:40].to(torch.bfloat16),
-        "exp_avg/none": torch.empty(0),
-        "count": torch.tensor(step, dtype=torch.int64),
-    }
+def logical_state(step: int, rank: int = 0, ranks: int = 2) -> LogicalState:
+    """Tensors of ``step``, cut by rows over ``ranks``; views of one flat buffer, as Megatron keeps them; bf16 and a row cut through."""
+    flat = torch.arange(64, dtype=torch.float32) * (step + 1)
+    whole = {"param/a": flat[:24].view(4, 6), "param/b": flat[24:40].view(16).to(torch.bfloat16), "exp_avg/a": flat[40:64].view(4, 6)}
+    state = LogicalState(names={name: tuple(tensor.shape) for name, tensor in whole.items()})
+    for name, tensor in whole.items():
+        matrix = tensor.clone().view(len(tensor), -1)
+        rows = len(matrix) // ranks
+        if name == "exp_avg/a" and ranks == 2:  # the optimizer cuts anywhere: here in the middle of a row
+            low, high = ((0, 2, 0, 6), (2, 1, 0, 3)), ((2, 1, 3, 3), (3, 1, 0, 6))
+            boxes = [Box(*box) for box in (low, high)[rank]]
+        else:
+            boxes = [Box(rank * rows, rows, 0, matrix.shape[1])]
+        for box in boxes:
+            part = matrix[box.row : box.row + box.rows, box.col : box.col + box.cols].contiguous().view(-1)
+            state.fragments.append(Fragment(name, tuple(tensor.shape), box, part, 1, 0))
+    return state
 
 
-def save(checkpoints: Path, step: int, keep_last: int = 10) -> Path:
-    partial = begin(checkpoints, step)
-    known: dict[str, FileEntry] = {}
+def allocate(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def write_shares(folder: Path, step: int) -> list[Receipt]:
+    receipts = []
     for rank in range(LAYOUT.ranks_per_replica):
-        known |= save_rank(state_of(step, rank), {"step": step, "lr": 1e-3 / 3}, partial, rank, LAYOUT).files
-    return publish(partial, step, inner_layout(LAYOUT), {"seen": step * 10}, keep_last, known)
+        files, rectangles = {}, {}
+        for file in staged_files(my_share({"model": logical_state(step, rank)}, 0, 1), f"{step:03d}-0.{rank:03d}", allocate):
+            file.copy()
+            content, rectangles[file.name] = file.finish()
+            files[file.name] = write_file(folder / file.name, content)
+        receipts.append(Receipt(rank, 0, files, rectangles, {"model": {"step": step, "lr": 1e-3 / 3}}))
+    return receipts
 
 
-def in_child(body: Callable[[], None]) -> int:
+def save(checkpoints: Path, step: int, keep_last: int = 10, keep_every: int = 0) -> Path:
+    if there := existing(checkpoints, step):
+        set_pointer(there)
+        return there
+    partial = begin(checkpoints, step)
+    receipts = write_shares(partial, step)
+    known = {path: entry for receipt in receipts for path, entry in receipt.files.items()}
+    known[INDEX] = write_file(partial / INDEX, as_json(make_index(receipts)))
+    final = publish(partial, step, inner_layout(LAYOUT), {"seen": step * 10}, known)
+    retire(checkpoints, keep_last, keep_every)
+    return final
+
+
+def shard(folder: Path, rank: int = 0) -> Path:
+    (found,) = folder.glob(f"state/*-0.{rank:03d}-*.safetensors")
+    return found
+
+
+def in_child(body: Callable[[], object]) -> int:
     """Run ``body`` in a forked process; its wait status (negative: killed by that signal)."""
     pid = os.fork()
     if pid == 0:
@@ -78,61 +130,87 @@ def in_child(body: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def flip_a_bit(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
+# ---------------------------------------------------------------- what is in the files
 
 
-# ---------------------------------------------------------------- one rank's state
+def test_state_comes_back_bitwise_into_the_given_tensors_however_it_is_cut(tmp_path: Path) -> None:
+    index = Index(save(tmp_path, 3))
+    for ranks in (1, 2, 4):
+        for rank in range(ranks):
+            expected, target = logical_state(3, rank, ranks), logical_state(0, rank, ranks)
+            addresses = [fragment.tensor.data_ptr() for fragment in target.fragments]
+            load_part(index, "model", target)
+            for mine, theirs in zip(target.fragments, expected.fragments, strict=True):
+                assert mine.tensor.dtype == theirs.tensor.dtype and torch.equal(mine.tensor, theirs.tensor), mine.name
+            assert addresses == [fragment.tensor.data_ptr() for fragment in target.fragments], "written in place, not replaced"
+    assert index.scalars_of("model") == [{"step": 3, "lr": 1e-3 / 3}] * 2
+    with pytest.raises(BadInput, match=r"no state of critic; it has model"):
+        index.scalars_of("critic")
 
 
-def test_state_comes_back_bitwise_into_the_given_views(tmp_path: Path) -> None:
-    save(tmp_path, 3)
-    for rank in range(2):
-        expected, target = state_of(3, rank), state_of(0, rank)
-        whole = target["param/b"]._base
-        scalars = load_rank(target, tmp_path / "step-000003", rank, LAYOUT)
-        assert scalars == {"step": 3, "lr": 1e-3 / 3}
-        for name, tensor in target.items():
-            assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
-        assert whole is not None and whole[24] == expected["param/b"][0], "written into the buffer, not replaced"
+def test_any_safetensors_reader_opens_the_files(tmp_path: Path) -> None:
+    folder = save(tmp_path, 3)
+    loaded = load_file(shard(folder, 0)) | load_file(shard(folder, 1))
+    assert set(loaded) == {"model/param/a[0:2,0:6]", "model/param/a[2:4,0:6]", "model/param/b[0:8,0:1]", "model/param/b[8:16,0:1]",
+                           "model/exp_avg/a[0:2,0:6]", "model/exp_avg/a[2:3,0:3]", "model/exp_avg/a[2:3,3:6]", "model/exp_avg/a[3:4,0:6]"}
+    assert torch.equal(loaded["model/param/a[2:4,0:6]"], 4 * torch.arange(12, 24, dtype=torch.float32).view(2, 6))
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda s: s.pop("param/a"), "has param/a, which the model has not"),
-        (lambda s: s.update(new=torch.zeros(1)), "lacks new"),
-        (lambda s: s.update({"param/b": torch.zeros(2, 8)}), r"param/b is float32\[16\], the model has float32\[2, 8\]"),
-        (lambda s: s.update({"param/b": torch.zeros(16).double()}), r"the model has float64\[16\]"),
+        (lambda s: s.names.pop("param/a"), "has param/a, which the model has not"),
+        (lambda s: s.names.update(new=(1,)), "lacks new"),
+        (lambda s: s.names.update({"param/b": (2, 8)}), r"param/b has shape \[16\], the model's has \[2, 8\]"),
+        (lambda s: s.fragments.append(Fragment("param/b", (16,), Box(0, 16, 0, 1), torch.zeros(16), 1, 0)), "param/b is BF16, the model's is F32"),
     ],
 )
-def test_a_mismatch_is_named_and_nothing_is_written(
-    tmp_path: Path, change: Callable[[dict[str, Tensor]], object], says: str
-) -> None:
-    save(tmp_path, 3)
-    target = state_of(0)
+def test_a_mismatch_is_named_and_nothing_is_written(tmp_path: Path, change: Callable[[LogicalState], object], says: str) -> None:
+    index = Index(save(tmp_path, 3))
+    target = logical_state(0)
     change(target)
-    before = {name: tensor.clone() for name, tensor in target.items()}
+    before = [fragment.tensor.clone() for fragment in target.fragments]
     with pytest.raises(BadInput, match=says):
-        load_rank(target, tmp_path / "step-000003", 0, LAYOUT)
-    assert all(torch.equal(target[name], before[name]) for name in target)
+        load_part(index, "model", target)
+    assert all(torch.equal(a, b.tensor) for a, b in zip(before, target.fragments, strict=True))
 
 
-def test_another_layout_is_refused_with_both_named_and_the_way_out(tmp_path: Path) -> None:
+def test_damage_after_the_choice_is_found_while_loading(tmp_path: Path) -> None:
     folder = save(tmp_path, 3)
-    with pytest.raises(BadInput, match=r"saved with tp=2 cp=1.*configured are tp=1 .*pp=2.*model.path=.*/hf"):
-        load_rank(state_of(0), folder, 0, Layout(replicas=2, pp=2))
-    with pytest.raises(BadInput, match=r"saved with tp=2 .*configured are tp=2 .*pp=2 vpp=2 layers_per_stage=\[1, 2, 1, 1\]"):
-        load_rank(state_of(0), folder, 0, Layout(tp=2, pp=2, vpp=2, layers_per_stage=(1, 2, 1, 1)))
-    assert load_rank(state_of(0), folder, 0, Layout(replicas=5, spares=1, tp=2)), "any number of replicas"
+    flip_a_bit(shard(folder, 1), -1)
+    with pytest.raises(BadInput, match=r"0\.001-000\.safetensors: damaged in model/param/b\[8:16,0:1\]"):
+        load_part(Index(folder), "model", logical_state(0, 0, 1))
+    load_part(Index(folder), "model", logical_state(0, 0, 2))  # needs nothing of that file
 
 
 @pytest.mark.parametrize("value", [(1, 2), {1: 2}, float("nan"), torch.tensor(1), [object()]])
-def test_a_scalar_that_json_would_change_is_refused(tmp_path: Path, value: object) -> None:
+def test_a_scalar_that_json_would_change_is_refused(value: object) -> None:
     with pytest.raises(CheckpointError, match="scalar thing"):
-        save_rank({}, {"thing": value}, tmp_path, 0, LAYOUT)
+        check_scalar("thing", value)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_ranks_that_hold_the_same_share_the_writing(replicas: int) -> None:
+    """Six of two tensors' rectangles, each held by two ranks of every replica."""
+    whole = torch.zeros(6, 4)
+    state = [
+        LogicalState([Fragment(f"param/{n}", (6, 4), Box(row, 2, 0, 4), whole[row : row + 2].view(-1), 2, turn) for n in "ab" for row in (0, 2, 4)])
+        for turn in (0, 1)
+    ]
+    shares = [my_share({"model": state[turn]}, replica, replicas) for replica in range(replicas) for turn in (0, 1)]
+    written = [(fragment.name, fragment.box) for share in shares for fragment in share]
+    assert len(written) == len(set(written)) == 6
+    assert max(map(len, shares)) - min(map(len, shares)) <= 2
+
+
+def test_a_save_with_a_hole_or_two_truths_is_void(tmp_path: Path) -> None:
+    receipts = write_shares(tmp_path, 1)
+    hole = {file: [r for r in rectangles if r["name"] != "model/param/b"] for file, rectangles in receipts[1].rectangles.items()}
+    with pytest.raises(CheckpointError, match=r"model/param/b: ranks wrote 8 of its 16 elements; the save is void"):
+        make_index([receipts[0], dataclasses.replace(receipts[1], rectangles=hole)])
+    other = dataclasses.replace(receipts[0], replica=1, rectangles={}, scalars={"model": {"step": 2, "lr": 1e-3 / 3}})
+    with pytest.raises(CheckpointError, match="replicas 0 and 1 disagree on model"):
+        make_index([*receipts, other])
 
 
 # ---------------------------------------------------------------- publishing
@@ -142,9 +220,8 @@ def test_a_published_checkpoint_is_complete_and_described(tmp_path: Path) -> Non
     folder = save(tmp_path, 7)
     manifest = verify(folder)
     assert manifest.step == 7 and manifest.layout == {"tp": 2, "cp": 1, "ep": 1, "dp": 1, "pp": 1}
-    assert set(manifest.files) == {"run.json"} | {f"state/rank-00{r}.{e}" for r in (0, 1) for e in ("json", "safetensors")}
-    for name, entry in manifest.files.items():
-        assert entry == FileEntry((folder / name).stat().st_size, digest(folder / name))
+    assert set(manifest.files) == {"run.json", INDEX} | {f"state/007-0.00{r}-000.safetensors" for r in (0, 1)}
+    assert manifest.files == {name: entry for name, entry in entries_of(folder).items() if name != "manifest.json"}
     assert read_run_state(folder) == {"seen": 70}
     assert pointed_at(tmp_path) == folder and sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-000007"]
 
@@ -198,7 +275,7 @@ def test_saving_a_step_again_keeps_the_whole_one_and_replaces_a_damaged_one(tmp_
     folder = save(tmp_path, 5)
     first = read_manifest(folder)
     assert save(tmp_path, 5) == folder and read_manifest(folder) == first
-    flip_a_bit(folder / "state/rank-000.safetensors", -1)
+    flip_a_bit(shard(folder), -1)
     assert save(tmp_path, 5) == folder and damage(folder) is None
     assert damage(tmp_path / "step-000005.damaged"), "kept for a look"
 
@@ -206,40 +283,49 @@ def test_saving_a_step_again_keeps_the_whole_one_and_replaces_a_damaged_one(tmp_
 def test_a_rank_whose_file_did_not_arrive_voids_the_save(tmp_path: Path) -> None:
     save(tmp_path, 1)
     partial = begin(tmp_path, 2)
-    shard = save_rank(state_of(2), {}, partial, 0, LAYOUT)
-    (partial / "state/rank-000.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"rank-000\.safetensors, but it is not there; do all nodes share"):
-        publish(partial, 2, inner_layout(LAYOUT), {}, 1, shard.files)
+    files = write_shares(partial, 2)[0].files
+    shard(partial).unlink()
+    with pytest.raises(CheckpointError, match=r"002-0\.000-000\.safetensors, but it is not there; do all nodes share"):
+        publish(partial, 2, inner_layout(LAYOUT), {}, files)
     assert choose(tmp_path, "must").step == 1 and pointed_at(tmp_path) == tmp_path / "step-000001"
 
 
 # ---------------------------------------------------------------- damage
 
 
-@pytest.mark.parametrize("name", ["state/rank-001.safetensors", "state/rank-000.json", "run.json"])
+@pytest.mark.parametrize("name", ["state/001-0.001-000.safetensors", INDEX, "run.json"])
 def test_a_flipped_bit_is_found_in_any_file_and_named(tmp_path: Path, name: str) -> None:
     folder = save(tmp_path, 1)
     flip_a_bit(folder / name, 10)
     assert incomplete(folder) is None, "the size is right"
-    with pytest.raises(BadInput, match=rf"{name}: damaged"):
+    with pytest.raises(BadInput, match=rf"{name}: damaged, checksum"):
+        verify(folder)
+
+
+def test_the_tensor_with_the_flipped_bit_is_named(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    flip_a_bit(shard(folder, 1), -3)
+    with pytest.raises(BadInput, match=r"0\.001-000\.safetensors: damaged in model/param/b\[8:16,0:1\], checksum"):
         verify(folder)
 
 
 def test_truncated_missing_and_unreadable_files_are_named(tmp_path: Path) -> None:
-    short, gone, bare, torn, future = (save(tmp_path, step) for step in (1, 2, 3, 4, 5))
-    data = short / "state/rank-000.safetensors"
+    short, gone, bare, torn, future, past = (save(tmp_path, step) for step in range(1, 7))
+    data = shard(short)
     os.truncate(data, data.stat().st_size - 1)
-    (gone / "state/rank-001.json").unlink()
+    shard(gone, 1).unlink()
     (bare / "manifest.json").unlink()
     os.truncate(torn / "manifest.json", 40)
     manifest = json.loads((future / "manifest.json").read_text())
     (future / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
+    (past / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
     for folder, says in (
-        (short, r"rank-000.safetensors: has \d+ bytes, the manifest says \d+"),
-        (gone, "rank-001.json: No such file"),
+        (short, r"0\.000-000\.safetensors: has \d+ bytes, the manifest says \d+"),
+        (gone, r"0\.001-000\.safetensors: No such file"),
         (bare, "no manifest.json, so the checkpoint is not complete"),
         (torn, "manifest.json: unreadable"),
         (future, "in format 99; upgrade everstep"),
+        (past, r"in format 1, which is no longer read; .* model.path=.*/hf"),
     ):
         with pytest.raises(BadInput, match=says):
             verify(folder)
@@ -253,15 +339,39 @@ def test_a_full_disk_is_a_typed_error_and_leaves_the_older_checkpoint(tmp_path: 
 
     def body() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # the kernel refuses every write beyond 100 bytes
-        with pytest.raises(CheckpointError, match=r"writing .*rank-000.*failed: .*resume=auto"):
-            save(tmp_path, 2)
+        with pytest.raises(CheckpointError, match=r"writing .*file failed: .*resume=auto"), storage_errors("writing", tmp_path / "file"):
+            write_file(tmp_path / "file", bytes(200))
 
     assert in_child(body) == 0
     partial = begin(tmp_path, 2)
-    (partial / f".run.json.{os.getpid()}.tmp").symlink_to("/dev/full")  # a device that is always full
+    (partial / "run.json").symlink_to("/dev/full")  # a device that is always full
     with pytest.raises(CheckpointError, match=r"No space left.*free space there"):
-        publish(partial, 2, inner_layout(LAYOUT), {}, 1)
+        publish(partial, 2, inner_layout(LAYOUT), {}, {})
     assert choose(tmp_path, "must").step == 1 and pointed_at(tmp_path) == tmp_path / "step-000001"
+
+
+def test_what_storage_refuses_is_tried_again_until_it_does_not_or_time_is_up(tmp_path: Path) -> None:
+    tries: list[float] = []
+
+    def action(path: Path) -> str:
+        tries.append(time.monotonic())
+        with storage_errors("writing", path):
+            if len(tries) < 3:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return "done"
+
+    noted: list[str] = []
+    assert patiently(action, tmp_path, 60.0, note=noted.append) == "done" and len(tries) == 3
+    assert tries[2] - tries[1] > 0.25 and len(noted) == 1 and "No space left" in noted[0]
+    tries.clear()
+    with pytest.raises(CheckpointError, match="free space"):
+        patiently(action, tmp_path, 0.0)
+    assert len(tries) == 1
+    stop = threading.Event()
+    stop.set()
+    tries.clear()
+    with pytest.raises(CheckpointError):
+        patiently(action, tmp_path, 60.0, stop)
 
 
 def test_a_read_only_folder_is_a_typed_error() -> None:
@@ -283,7 +393,7 @@ def test_a_read_only_folder_is_a_typed_error() -> None:
         checkpoints.chmod(0o755)
 
 
-def test_only_mounted_folders_are_accepted() -> None:
+def test_only_mounted_folders_are_accepted_for_a_run() -> None:
     assert local_folder("file:///tmp/x") == Path("/tmp/x") and local_folder("rel").is_absolute()
     with pytest.raises(BadInput, match="memory://x"):
         local_folder("memory://x")
@@ -311,7 +421,7 @@ def test_retention_keeps_the_newest_and_what_latest_names(tmp_path: Path) -> Non
 def test_retention_never_deletes_the_only_good_one(tmp_path: Path) -> None:
     save(tmp_path, 1)
     for step in (2, 3):
-        flip_a_bit(save(tmp_path, step) / "state/rank-000.safetensors", -1)
+        flip_a_bit(shard(save(tmp_path, step)), -1)
     assert retire(tmp_path, keep_last=2) == [] and damage(tmp_path / "step-000001") is None
     save(tmp_path, 4, keep_last=2)  # keeps 4 (whole) and 3 (damaged): now 1 and 2 may go
     assert [p.name for p in checkpoint_folders(tmp_path)] == ["step-000004", "step-000003"]
@@ -324,6 +434,12 @@ def test_incomplete_folders_do_not_count_as_kept(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("step-000002\n")
     assert retire(tmp_path, keep_last=2) == []
     assert [p.name for p in retire(tmp_path, keep_last=1)] == ["step-000001"]
+
+
+def test_every_so_many_steps_one_is_kept_for_good(tmp_path: Path) -> None:
+    for step in range(1, 10):
+        save(tmp_path, step, keep_last=2, keep_every=3)
+    assert [p.name for p in checkpoint_folders(tmp_path)] == ["step-000009", "step-000008", "step-000006", "step-000003"]
 
 
 # ---------------------------------------------------------------- choosing
@@ -397,16 +513,16 @@ def test_a_used_run_folder_needs_a_word_from_the_user(tmp_path: Path) -> None:
     run = prepare_run_dir(config_of(path))
     assert run.attempt == 1 and run.logs == path / "logs/attempt-1" and run.logs.is_dir()
     assert run.rank_log(3) == path / "logs/attempt-1/rank-003.log"
-    save(run.checkpoints, 1)
+    save(checkpoints_of(config_of(path)), 1)
     with pytest.raises(BadInput, match=r"has been used.*resume=auto.*--clean"):
         prepare_run_dir(config_of(path))
     again = prepare_run_dir(config_of(path, "auto"))
     assert again.attempt == 2 and (path / "logs/latest").resolve() == again.logs
-    assert open_run_dir(path) == again and choose(again.checkpoints, "auto").step == 1
+    assert open_run_dir(path) == again and choose(path / "checkpoints", "auto").step == 1
     with pytest.raises(BadInput, match="give one of them"):
         prepare_run_dir(config_of(path, "auto"), clean=True)
     fresh = prepare_run_dir(config_of(path), clean=True)
-    assert fresh.attempt == 1 and list(fresh.checkpoints.iterdir()) == []
+    assert fresh.attempt == 1 and list((path / "checkpoints").iterdir()) == []
 
 
 def test_clean_deletes_only_what_a_run_makes(tmp_path: Path) -> None:
@@ -428,28 +544,23 @@ def test_clean_deletes_only_what_a_run_makes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shards", ["one", "many"])
-def test_save_hf_is_loaded_by_transformers_bitwise(tmp_path: Path, shards: str) -> None:
+def test_exported_weights_are_loaded_by_transformers_bitwise(tmp_path: Path, shards: str) -> None:
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=32, tie_word_embeddings=False, dtype="bfloat16",
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=32, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config).float()
     weights = dict(model.state_dict())
-    save_hf(iter(weights.items()), config, None, tmp_path, max_shard_bytes=1 << 30 if shards == "one" else 4000)
+    listed = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()]
+    config.save_pretrained(tmp_path)
+    written = write_shards(tmp_path, listed, weights.__getitem__, 1 << 30 if shards == "one" else 4000)
     files = sorted(p.name for p in tmp_path.glob("*.safetensors"))
-    assert (files == ["model.safetensors"]) == (shards == "one") and not list(tmp_path.glob("*.tmp"))
+    assert (files == ["model.safetensors"]) == (shards == "one")
+    assert written == {name: entry for name, entry in entries_of(tmp_path).items() if not name.endswith("config.json")}
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.dtype == torch.float32, "the type of the weights, not of the model they came from"
     assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.state_dict().items())
-    assert config.dtype == torch.bfloat16, "the caller's config is not changed"
-
-
-def test_save_hf_on_a_rank_that_does_not_write_still_takes_part(tmp_path: Path) -> None:
-    left = iter([("a", torch.zeros(1)), ("b", torch.zeros(1))])
-    save_hf(left, None, None, tmp_path / "hf", write=False)
-    assert list(left) == [] and not (tmp_path / "hf").exists()
-    with pytest.raises(CheckpointError, match="a came twice"):
-        save_hf(iter([("a", torch.zeros(1))] * 2), None, None, tmp_path / "hf")
+    with pytest.raises(CheckpointError, match=r"was announced"):
+        write_shards(tmp_path / "x", listed, lambda name: weights[name].double())

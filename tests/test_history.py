@@ -13,6 +13,7 @@ import pytest
 
 from everstep.checkpoint import manifest
 from everstep.telemetry.history import INVARIANTS, check
+from support.checkpoints import entries_of
 
 RECORDED = Path(__file__).parent / "golden" / "history"
 Rows = dict[str, list[dict[str, Any]]]
@@ -37,7 +38,7 @@ def run(tmp_path):
     shutil.copytree(RECORDED, tmp_path / "events", ignore=shutil.ignore_patterns("*.md"))
     partial = manifest.begin(tmp_path / "checkpoints", 12)
     (partial / "state" / "rank-000.safetensors").write_bytes(os.urandom(2000))
-    manifest.publish(partial, 12, {}, {"step": 12}, 2)
+    manifest.publish(partial, 12, {}, {"step": 12}, entries_of(partial))
     (tmp_path / "events" / "e0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in engine_rows()))
     return tmp_path
 

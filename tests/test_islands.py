@@ -17,7 +17,8 @@ from tests.support.runs import DEMO, SFT, Finished, config, finish, gone
 from transformers import AutoModelForCausalLM
 
 from everstep.checkpoint import manifest
-from everstep.cluster import island
+from everstep.checkpoint.index import Index
+from everstep.checkpoint.sharded import whole_tensor
 from everstep.cluster.forked import ForkedHost
 from everstep.telemetry.history import check
 from everstep.telemetry.metrics import read_metrics
@@ -57,11 +58,14 @@ def fault(phase: str, replica: int, step: int = 2, kind: str = "kill", rank: int
 
 
 def saved(run: Finished, replica: int | None = None) -> dict[str, torch.Tensor]:
-    """A rank's state in the last checkpoint: of the replica that wrote it, or of another island."""
+    """The state in the last checkpoint, as whole tensors: what all share, and what an island (None: the first) has for itself."""
     last = manifest.pointed_at(run.folder / "checkpoints")
     assert last is not None and not manifest.damage(last)
-    folder = last if replica is None else island.island_folder(last, replica)
-    return load_file(folder / "state" / "rank-000.safetensors")
+    index = Index(last)
+    return {
+        name: whole_tensor(index, f"{part}/{name}")
+        for part in ("model", f"island-{replica or 0}") for name in index.names(part)
+    }
 
 
 def part(state: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
@@ -206,8 +210,8 @@ def test_a_resumed_run_ends_with_every_bit_of_an_uninterrupted_one(tmp_path):
     last = manifest.pointed_at(whole.folder / "checkpoints")
     assert last is not None
     embedding = AutoModelForCausalLM.from_pretrained(last / "hf").model.embed_tokens.weight
-    kept = saved(whole)["global/embedding.word_embeddings.weight"].view(-1, embedding.shape[1])[: len(embedding)]
-    assert torch.equal(embedding, kept) and not torch.equal(embedding, saved(whole)["param/embedding.word_embeddings.weight"][: len(embedding)])
+    name = "model.embed_tokens.weight"
+    assert torch.equal(embedding, saved(whole)[f"global/{name}"]) and not torch.equal(embedding, saved(whole)[f"param/{name}"])
 
 
 # -- every layout ------------------------------------------------------------------------------------------------------------------
@@ -235,12 +239,15 @@ def test_every_part_of_the_model_is_synchronised(shape, tmp_path, monkeypatch):
     assert_sound(run)
     last = manifest.pointed_at(run.folder / "checkpoints")
     assert last is not None
-    shards = sorted((last / "state").glob("rank-*.safetensors"))
-    ranks = [load_file(path) for path in shards]
-    moved = [(rank, name) for rank, state in enumerate(ranks) for name, t in part(state, "momentum/").items() if t.numel()]
-    still = [(rank, name) for rank, name in moved if not ranks[rank][f"momentum/{name}"].abs().max() > 0]
-    assert moved and not still, still
-    assert len(ranks) == run.kind("form")[0]["world_size"]
+    index = Index(last)
+    assert {n.removeprefix("momentum/") for n in index.names("model") if n.startswith("momentum/")} == \
+        {n.removeprefix("exp_avg/") for n in index.names("island-0") if n.startswith("exp_avg/")}
+    moved = {}  # by the rectangles in which ranks wrote it
+    for path in (last / "state").glob("*.safetensors"):
+        moved |= {name: bool(t.abs().max() > 0) for name, t in load_file(path).items() if name.startswith("model/momentum/") and t.numel()}
+    assert moved and all(moved.values()), [name for name, did in moved.items() if not did]
+    assert {tuple(map(int, p.name.split("-")[1].split("."))) for p in (last / "state").glob("*.safetensors")} == \
+        {(replica, rank) for replica in (0, 1) for rank in range(run.kind("form")[0]["world_size"])}
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------------------

@@ -184,9 +184,9 @@ def test_a_rank_dies_with_inner_sharding(tmp_path: Path, calm) -> None:
 
 
 @pytest.mark.full
-def test_checkpoints_are_saved_by_the_smallest_living_replica(tmp_path: Path, calm) -> None:
+def test_the_lead_dies_while_it_saves(tmp_path: Path, calm) -> None:
     fault = "faults=[{step: 8, phase: save, kind: kill, replica: 0}]"
-    with Replicas(local(tmp_path, 2, fault, "sft.steps=40", "checkpoint.every_steps=4"), tmp_path) as replicas:
+    with Replicas(local(tmp_path, 2, fault, "sft.steps=40", "checkpoint.every_steps=4", "checkpoint.asynchronous=false"), tmp_path) as replicas:
         replicas.start(0, 1)
         run = replicas.finished()
     check(run, calm(SFT, "sft.steps=40"), 2)
@@ -261,9 +261,6 @@ def test_islands_are_saved_whole_and_resumed(tmp_path: Path) -> None:
             return replicas.finished()
 
     whole = run("whole", "sft.steps=12")
-    folders = sorted((whole.folder / "checkpoints").glob("step-*"))
-    assert folders and all((folder / "islands" / "replica-001").is_dir() for folder in folders)
-    assert not list((whole.folder / "checkpoints").glob(".step-*.islands"))
     expected = by_position(whole)
     whole.folder.rename(tmp_path / "kept")
     run("part", "sft.steps=6")

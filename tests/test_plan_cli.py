@@ -418,6 +418,7 @@ def test_sizes_of_the_plan_are_those_of_the_configuration() -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with one complete checkpoint, written by the checkpoint code, and a newer one that was cut off."""
     import torch
+    from tests.support.checkpoints import entries_of
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from everstep.checkpoint.manifest import begin, publish
@@ -429,7 +430,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         partial = begin(run / "checkpoints", step)
         model.save_pretrained(partial / "hf")
         AutoTokenizer.from_pretrained(MODEL).save_pretrained(partial / "hf")
-        final = publish(partial, step, {"tp": 1}, {}, keep_last=9)
+        final = publish(partial, step, {"tp": 1}, {}, entries_of(partial))
     weights = final / "hf" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
     return run

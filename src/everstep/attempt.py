@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from everstep.checkpoint.choose import Chosen, adopt, choose
-from everstep.checkpoint.storage import local_folder
 from everstep.config import load as config_files
 from everstep.config.schema import Config
-from everstep.run_dir import RunDir, prepare_run_dir
+from everstep.run_dir import RunDir, checkpoints_of, prepare_run_dir
 
 
 def prepare(config: Config, clean: bool) -> tuple[RunDir, Chosen]:
     """Raises BadInput; what is refused leaves no folder."""
-    chosen = choose(local_folder(config.run_dir) / "checkpoints", config.resume)
+    chosen = choose(checkpoints_of(config), config.resume)
     run_dir = prepare_run_dir(config, clean)
     if config.resume != "never":
-        adopt(run_dir.checkpoints, chosen)
+        adopt(checkpoints_of(config), chosen)
     config_files.save(config, run_dir.configs / "resolved.yaml")
     return run_dir, chosen

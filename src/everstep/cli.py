@@ -253,6 +253,54 @@ def dashboard(
 
 
 @app.command()
+def checkpoints(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, or one with checkpoints (s3://... too).")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare its checksum.")] = False,
+    prune: Annotated[bool, typer.Option("--prune", help="Delete those that are kept no longer.")] = False,
+    keep_last: Annotated[
+        int | None, typer.Option(help="With --prune: keep so many.  [default: as configured]", show_default=False)
+    ] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(help="With --prune: and one every so many steps.  [default: as configured]", show_default=False)
+    ] = None,
+    debug: Debug = False,
+) -> int:
+    """List, verify, prune the checkpoints of a run.
+
+    Exit code 3: one of them cannot be used.
+    """
+    from everstep.checkpoint import listing
+
+    at = listing.find(run)
+    if (keep_last is not None or keep_every is not None) and not prune:
+        raise BadInput("--keep-last and --keep-every say what --prune deletes; add it")
+    for deleted in listing.prune(run, at, keep_last, keep_every) if prune else []:
+        print(f"deleted {deleted}")
+    found = listing.rows(at, verify)
+    _console().print(listing.table(found, verify))
+    return 3 if any(row.trouble for row in found) else 0
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint: RUN/checkpoints/step-N, s3://... too.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A new or empty folder.")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only the LoRA adapters, as peft loads them.")] = False,
+    critic: Annotated[bool, typer.Option("--critic", help="The critic instead of the model (recipe=ppo).")] = False,
+    debug: Debug = False,
+) -> None:
+    """Make a Hugging Face directory of a checkpoint.
+
+    Without a GPU, and whatever layout it was saved with. LoRA adapters are merged
+    into the weights, unless --adapter asks for them alone.
+    """
+    from everstep.checkpoint.export import export as make
+
+    files = make(checkpoint, out, adapter, critic)
+    print(f"{out}: {', '.join(files)}")
+
+
+@app.command()
 def verify(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")],
     debug: Debug = False,

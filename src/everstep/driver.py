@@ -34,7 +34,7 @@ from everstep.errors import EverstepError, Interrupted, InvariantViolated
 from everstep.recipes import grpo, ppo, sft
 from everstep.recipes.run import Run
 from everstep.recovery.view import Kind, Record
-from everstep.run_dir import RunDir, check_run_dir
+from everstep.run_dir import RunDir, check_run_dir, checkpoints_of
 from everstep.telemetry.console import Console
 from everstep.telemetry.dashboard.server import Beside
 from everstep.telemetry.events import EventLog, read_events
@@ -146,6 +146,7 @@ def _run(
             group.load(chosen.path)
         the_run = Run(config, group, data, console, metrics, own_events, ongoing, open_metrics=open_metrics)
         RECIPES[config.recipe](the_run)
+        the_run.finish_saves()
         digest = group.verify()
         status = "done"
         if console and group.is_lead:
@@ -157,7 +158,7 @@ def _run(
     except KeyboardInterrupt as interrupt:
         interrupts.ignored = True
         status = "interrupted"
-        raise Interrupted(f"interrupted by {str(interrupt) or 'a signal'}; the processes were stopped" + _how_to_resume(config, run_dir)) from None
+        raise Interrupted(f"interrupted by {str(interrupt) or 'a signal'}; the processes were stopped" + _how_to_resume(config)) from None
     except EverstepError as error:
         if own_events:
             own_events.emit("error", error=type(error).__name__, message=str(error))
@@ -281,8 +282,8 @@ def _conclude(console: Console, the_run: Run, run_dir: RunDir, digest: str) -> N
         raise InvariantViolated(f"{run_dir.events}: a step or a sample was lost or used twice (see the table)")
 
 
-def _how_to_resume(config: Config, run_dir: RunDir) -> str:
-    newest = choose(run_dir.checkpoints, "auto")
+def _how_to_resume(config: Config) -> str:
+    newest = choose(checkpoints_of(config), "auto")
     return f"; continue after step {newest.step} with resume=auto" if newest.path else "; no checkpoint was complete"
 
 

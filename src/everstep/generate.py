@@ -16,17 +16,27 @@ def find_model(where: str) -> tuple[str, str]:
     Of a run the newest complete checkpoint is taken.
     """
     folder = Path(where).expanduser()
-    if (folder / "hf").is_dir():
-        return str(folder / "hf"), f"checkpoint {folder}"
-    if (folder / "checkpoints").is_dir():
+    if (folder / "hf").is_dir() or (folder / "manifest.json").is_file():
+        return str(_exported(folder)), f"checkpoint {folder}"
+    if (folder / "checkpoints").is_dir() or (folder / "configs").is_dir():
         from everstep.checkpoint.choose import choose
+        from everstep.run_dir import checkpoints_in
 
-        chosen = choose(folder / "checkpoints", "auto")
+        chosen = choose(checkpoints_in(folder), "auto")
         if chosen.path is None:
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in chosen.skipped)
             raise BadInput(f"the run {where} has no complete checkpoint" + (f" ({reasons})" if reasons else ""))
-        return str(chosen.path / "hf"), f"checkpoint {chosen.path}"
+        return str(_exported(chosen.path)), f"checkpoint {chosen.path}"
     return where, f"model {where}"
+
+
+def _exported(checkpoint: Path) -> Path:
+    """The checkpoint's model as transformers loads it. ``BadInput``."""
+    from everstep.checkpoint.storage import is_local
+
+    if not is_local(checkpoint) or not (checkpoint / "hf" / "config.json").is_file():
+        raise BadInput(f"{checkpoint}: has no model for transformers here; make one with: everstep export {checkpoint} OUT")
+    return checkpoint / "hf"
 
 
 def generate(where: str, prompt: str, max_tokens: int, temperature: float, seed: int, out: Any) -> int:

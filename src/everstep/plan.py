@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _BYTES = {"float32": 4, "bfloat16": 2}
 #: Rate at which the seconds of a heal are quoted; a fair TCP link. Over NVLink or InfiniBand it is far less.
 _QUOTED_BYTES_PER_S = 1e9
+_MASTER_BYTES, _MOMENT_BYTES = 4, 8  # of one parameter, float32
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,19 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of one checkpoint: the state of one replica, and the weights, and adapters, once more in others' formats."""
-        exported = self.shape.parameters
-        if self.config.recipe == "ppo":  # the critic, about as large
-            exported += describe(derive.critic(self.config).model).parameters
-        if self.config.lora.rank:
-            whole = Layout()
-            exported += adapter_parameters(self.config, self.shape, whole, 0)
-        return sum(memory.state for memory in self.memory) + exported * _BYTES[self.config.model.dtype]
+        """Bytes of one checkpoint: what is trained with its optimizer state, and a reference model, each element once; and with
+        checkpoint.hf the weights, and adapters, once more in others' formats."""
+        config, each = self.config, _BYTES[self.config.model.dtype]
+        adapters = adapter_parameters(config, self.shape, Layout(), 0) if config.lora.rank else 0
+        trained = adapters or self.shape.parameters
+        masters = _MASTER_BYTES if config.model.dtype == "bfloat16" else 0
+        if config.recipe == "ppo":  # the critic, trained in the same way
+            critic = describe(derive.critic(config).model).parameters
+            trained += trained if adapters else critic
+        state = trained * (each + masters + _MOMENT_BYTES)
+        reference = (adapters or self.shape.parameters) * each if any(memory.reference for memory in self.memory) else 0
+        exported = self.shape.parameters + adapters + (describe(derive.critic(config).model).parameters if config.recipe == "ppo" else 0)
+        return state + reference + (exported * each if config.checkpoint.hf else 0)
 
 
 def make_plan(config: Config, environ: Mapping[str, str] = os.environ) -> Plan:
@@ -523,7 +529,8 @@ def recovery_lines(plan: Plan) -> list[str]:
     if config.recovery.enabled and layout.replicas > 1:
         lines += death_lines(plan)
         lines.append(f"a heal sends {size_text(heal)} to one rank: {heal / _QUOTED_BYTES_PER_S:.1f} s at 1 GB/s")
-    lines.append(f"a checkpoint ({when}) writes {size_text(plan.checkpoint_bytes)}; {checkpoint.keep_last} are kept")
+    kept = f"{checkpoint.keep_last} are kept" + (f", and every {checkpoint.keep_every} steps one for good" if checkpoint.keep_every else "")
+    lines.append(f"a checkpoint ({when}) writes {size_text(plan.checkpoint_bytes)}; {kept}")
     return lines
 
 

@@ -14,7 +14,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from everstep.checkpoint.storage import local_folder
+from everstep.checkpoint.manifest import checkpoint_folders
+from everstep.checkpoint.storage import is_local, local_folder, place, remove_folder
 from everstep.config.schema import Config
 from everstep.errors import BadInput
 
@@ -45,10 +46,6 @@ class RunDir:
         return self.path / "configs"
 
     @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
     def logs(self) -> Path:
         return self.path / "logs" / f"attempt-{self.attempt}"
 
@@ -73,6 +70,22 @@ class RunDir:
         return self.logs / f"engine-{name}.log"
 
 
+def checkpoints_of(config: Config) -> Path:
+    """Where the run's checkpoints lie: checkpoint.path, or the folder ``checkpoints`` in run_dir."""
+    return place(config.checkpoint.path) if config.checkpoint.path else local_folder(config.run_dir) / "checkpoints"
+
+
+def checkpoints_in(run: Path) -> Path:
+    """Where the checkpoints of the run in folder ``run`` lie; the run need not exist."""
+    resolved = run / "configs" / "resolved.yaml"
+    if not (run / "checkpoints").is_dir() and resolved.is_file():
+        from everstep.config.load import load_config
+
+        if elsewhere := load_config(resolved).checkpoint.path:
+            return place(elsewhere)
+    return run / "checkpoints"
+
+
 def prepare_run_dir(config: Config, clean: bool = False) -> RunDir:
     """Make the folders of a new attempt in ``config.run_dir``; called once per start, by the one process that leads.
 
@@ -87,8 +100,13 @@ def prepare_run_dir(config: Config, clean: bool = False) -> RunDir:
             for name in OWN_ENTRIES:
                 entry = path / name
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
+            for folder in checkpoint_folders(checkpoints_of(config)):
+                remove_folder(folder)
         run = RunDir(path, 1 + max(_attempts(path), default=0))
-        for folder in (run.configs, run.checkpoints, run.logs, run.events, run.tensorboard, run.report):
+        folders = [run.configs, run.logs, run.events, run.tensorboard, run.report]
+        if is_local(checkpoints_of(config)):
+            folders.append(checkpoints_of(config))
+        for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
         # Replaced atomically: whoever follows logs/latest never finds it missing.
         temporary = path / "logs" / f".latest.{os.getpid()}"
@@ -112,6 +130,11 @@ def check_run_dir(config: Config, clean: bool = False) -> None:
         raise BadInput(
             f"run_dir={path} has been used by a run (it has {', '.join(used)}); continue it with resume=auto, "
             "delete its results with --clean, or choose another run_dir"
+        )
+    if config.checkpoint.path and config.resume == "never" and not clean and (there := checkpoint_folders(checkpoints_of(config))):
+        raise BadInput(
+            f"checkpoint.path={config.checkpoint.path} has checkpoints of a run ({there[0].name}); continue it with resume=auto, delete them "
+            "with --clean, or choose another checkpoint.path"
         )
     foreign = [] if used or not path.is_dir() else sorted(entry.name for entry in path.iterdir())
     if foreign:

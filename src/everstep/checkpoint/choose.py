@@ -11,15 +11,15 @@ from pathlib import Path
 
 from everstep.checkpoint.manifest import (
     MANIFEST,
-    PARTIAL,
     checkpoint_folders,
     damage,
     folder_name,
     read_manifest,
     set_pointer,
     step_of,
+    sweep,
 )
-from everstep.checkpoint.storage import free_name, local_folder, remove_folder, rename_folder, storage_errors
+from everstep.checkpoint.storage import free_name, is_local, place, rename_folder, storage_errors
 from everstep.errors import BadInput
 
 
@@ -62,7 +62,7 @@ def choose(checkpoints: Path, resume: str) -> Chosen:
             there = ", ".join(str(step_of(path)) for path in reversed(checkpoint_folders(checkpoints)))
             raise BadInput(f"resume={resume}: no such step in {checkpoints}; there are: {there or 'none'}")
     else:
-        folder = local_folder(resume)
+        folder = place(resume)
         if not folder.is_dir():
             raise BadInput(f"resume={resume}: no such folder; give never, auto, must, a step or a checkpoint folder")
         if not (folder / MANIFEST).is_file():
@@ -93,17 +93,19 @@ def adopt(checkpoints: Path, chosen: Chosen) -> list[Path]:
             set_pointer(chosen.path)
         for path, _ in chosen.skipped:
             aside = checkpoints / "set-aside"
-            aside.mkdir(exist_ok=True)
+            if is_local(aside):
+                aside.mkdir(exist_ok=True)
             target = free_name(aside / path.name)
             rename_folder(path, target)
             moved.append(target)
-        for partial in checkpoints.glob(f"step-*{PARTIAL}"):
-            remove_folder(partial)
+        sweep(checkpoints)
     return moved
 
 
 def _lies_in(folder: Path, checkpoints: Path) -> bool:
-    return folder.resolve().parent == checkpoints.resolve()
+    if is_local(folder) and is_local(checkpoints):
+        return folder.resolve().parent == checkpoints.resolve()
+    return str(folder.parent).rstrip("/") == str(checkpoints).rstrip("/")
 
 
 def _newest_good(checkpoints: Path, resume: str) -> Chosen:

@@ -1,11 +1,15 @@
-"""A checkpoint folder's life: begun as ``step-N.partial``, completed by its manifest, published, verified, retired.
+"""A checkpoint folder's life: begun, completed by its manifest, published, verified, retired.
 
 The order of a publish, and what a crash after each stage leaves behind:
 
-    1. all data is in step-N.partial, forced to disk       -> a .partial folder, deleted by the next save 2.
-    manifest.json (sizes, checksums) is written into it -> the same 3. the folder is renamed to step-N
-    -> a complete checkpoint; ``latest`` names an older, whole one 4. ``latest`` is replaced
-    -> done 5. checkpoints beyond keep_last are deleted            -> only complete ones remain named step-N
+    1. all data is in step-N.partial, forced to disk             -> a folder without a manifest, deleted by the next save
+    2. manifest.json (sizes, checksums) is written into it       -> the same, with a manifest
+    3. the folder is renamed to step-N                           -> a complete checkpoint; ``latest`` names an older, whole one
+    4. ``latest`` is replaced                                    -> done
+    5. those that are kept no longer are deleted                 -> only complete ones remain named step-N
+
+An object store cannot rename: there the data goes to step-N itself, and stage 2 is what completes it. Readers accept only folders
+that have a manifest.
 """
 
 from __future__ import annotations
@@ -14,36 +18,37 @@ import json
 import re
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from everstep.checkpoint.index import damaged_tensor
 from everstep.checkpoint.storage import (
     CheckpointError,
+    FileEntry,
+    as_json,
     digest,
     free_name,
-    fsync_tree,
+    fsync,
+    fsync_folders,
+    is_local,
+    read_file,
     remove_folder,
     rename_folder,
     storage_errors,
     write_atomic,
+    write_file,
     write_json,
 )
 from everstep.errors import BadInput
 
 MANIFEST, POINTER, BEST, RUN_STATE = "manifest.json", "latest", "best", "run.json"
 PARTIAL = ".partial"
-FORMAT = 1
+FORMAT = 2
+READERS = 8
 _NAME = re.compile(r"step-(\d{6,})")
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """Size in bytes and xxh3-128 of one file."""
-
-    bytes: int
-    xxh3_128: str
 
 
 @dataclass(frozen=True)
@@ -77,88 +82,135 @@ def step_of(folder: Path) -> int | None:
 
 def checkpoint_folders(checkpoints: Path) -> list[Path]:
     """All folders named step-N, newest first, whole or not."""
-    if not checkpoints.is_dir():
+    named = [(step, path) for path in _entries(checkpoints) if (step := step_of(path)) is not None and path.is_dir()]
+    return [path for _, path in sorted(named, key=lambda found: found[0], reverse=True)]
+
+
+def _entries(checkpoints: Path) -> list[Path]:
+    try:
+        return list(checkpoints.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    named = [(step, path) for path in checkpoints.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
-    return [path for _, path in sorted(named, reverse=True)]
 
 
 # ---------------------------------------------------------------- saving
 
 
 def begin(checkpoints: Path, step: int) -> Path:
-    """The empty folder ``step-N.partial`` to write into; left-overs of saves that died are deleted.
+    """The empty folder to write into: ``step-N.partial``, or ``step-N`` in an object store; left-overs of saves that died are deleted.
 
     Called by the one that publishes, before any rank writes.
     """
+    if not is_local(checkpoints):
+        return checkpoints / folder_name(step)
     partial = checkpoints / (folder_name(step) + PARTIAL)
     with storage_errors("preparing", partial):
         checkpoints.mkdir(parents=True, exist_ok=True)
-        for left_over in [*checkpoints.glob(f"step-*{PARTIAL}"), *checkpoints.glob(".step-*.deleted*")]:
-            remove_folder(left_over)
-        for left_over in checkpoints.glob(f".{POINTER}.*.tmp"):
-            left_over.unlink()
+        sweep(checkpoints)
         (partial / "state").mkdir(parents=True)
     return partial
 
 
-def publish(
-    partial: Path,
-    step: int,
-    layout: Mapping[str, Any],
-    run_state: Mapping[str, Any],
-    keep_last: int,
-    known: Mapping[str, FileEntry] | None = None,
-    details: Mapping[str, Any] | None = None,
-) -> Path:
-    """Make ``partial`` (all ranks have written) the newest checkpoint; returns its final path.
+def sweep(checkpoints: Path, older_than_s: float = 0.0) -> list[Path]:
+    """Delete what saves and deletions left that died; returns it. Nobody else may be saving there, unless ``older_than_s`` spares what
+    changed since."""
+    if not is_local(checkpoints):
+        left_over = [folder for folder in checkpoint_folders(checkpoints) if not (folder / MANIFEST).is_file()]
+        left_over = [folder for folder in left_over if _unchanged_for(folder, older_than_s)]
+        for folder in left_over:
+            remove_folder(folder)
+        if not older_than_s:
+            for folder in checkpoint_folders(checkpoints):
+                left_over += _sweep_objects(folder)
+        return left_over
+    left_over = [*checkpoints.glob(f"step-*{PARTIAL}"), *checkpoints.glob(".step-*.deleted*")]
+    left_over = [folder for folder in left_over if _unchanged_for(folder, older_than_s)]
+    for folder in left_over:
+        remove_folder(folder)
+    if older_than_s:
+        return left_over
+    for file in checkpoints.glob(f".{POINTER}.*.tmp"):
+        file.unlink()
+    return left_over
 
-    ``run_state`` is the recipe's state (JSON). ``known`` gives digests that ranks computed already, so that
-    their files need not be read again. If the step has a whole checkpoint already, that one is kept and
-    ``partial`` is dropped: a committed step has one state.
+
+def _unchanged_for(folder: Path, seconds: float) -> bool:
+    if not seconds:
+        return True
+    now = time.time()
+    return all(now - path.stat().st_mtime > seconds for path in [folder, *folder.rglob("*")] if is_local(folder) or path.is_file())
+
+
+def _sweep_objects(folder: Path) -> list[Path]:
+    """Delete what attempts that failed left beside the complete checkpoint of the same step."""
+    known = {MANIFEST, *read_manifest(folder).files}
+    strays = [path for path in folder.rglob("*") if path.is_file() and path.path.removeprefix(f"{folder.path}/") not in known]  # type: ignore[attr-defined]
+    for path in strays:
+        path.unlink()
+    return strays
+
+
+def existing(checkpoints: Path, step: int) -> Path | None:
+    """The whole checkpoint of ``step``, if there is one already: a committed step has one state. A damaged one is put aside."""
+    final = checkpoints / folder_name(step)
+    with storage_errors("looking at", final):
+        if not (final / MANIFEST).is_file():
+            return None
+        if not damage(final):
+            return final
+        rename_folder(final, free_name(checkpoints / f"{final.name}.damaged"))
+    return None
+
+
+def publish(
+    folder: Path, step: int, layout: Mapping[str, Any], run_state: Mapping[str, Any], files: Mapping[str, FileEntry],
+    details: Mapping[str, Any] | None = None,
+) -> Path:  # fmt: skip
+    """Make ``folder`` (everything but the recipe's state is written) the newest checkpoint; returns its final path.
+
+    ``run_state`` is the recipe's state (JSON). ``files``: what was written, as its writers say; it is looked for. Can be repeated
+    after a CheckpointError.
     """
-    checkpoints = partial.parent
+    checkpoints = folder.parent
     final = checkpoints / folder_name(step)
     with storage_errors("publishing", final):
-        if final.exists():
-            if not damage(final):
-                remove_folder(partial)
-                set_pointer(final)
-                return final
-            rename_folder(final, free_name(checkpoints / f"{final.name}.damaged"))
-        write_json(partial / RUN_STATE, dict(run_state))
-        fsync_tree(partial)
-        write_manifest(partial, step, layout, known or {}, details or {})
-        fsync_tree(partial)
-        rename_folder(partial, final)
+        if folder != final and final.exists() and not folder.exists():  # a try before this one failed later
+            set_pointer(final)
+            return final
+        known = {**files, RUN_STATE: write_file(folder / RUN_STATE, as_json(dict(run_state)))}
+        fsync_folders(folder)
+        write_manifest(folder, step, layout, known, details or {})
+        if folder != final:
+            if final.exists():
+                rename_folder(final, free_name(checkpoints / f"{final.name}.damaged"))
+            rename_folder(folder, final)
         set_pointer(final)
-    retire(checkpoints, keep_last)
     return final
 
 
 def write_manifest(
-    folder: Path,
-    step: int,
-    layout: Mapping[str, Any],
-    known: Mapping[str, FileEntry],
-    details: Mapping[str, Any],
+    folder: Path, step: int, layout: Mapping[str, Any], files: Mapping[str, FileEntry], details: Mapping[str, Any]
 ) -> Manifest:
-    files: dict[str, FileEntry] = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        name = path.relative_to(folder).as_posix()
-        size = path.stat().st_size
-        if name in known:
-            if known[name].bytes != size:
-                raise CheckpointError(f"{path}: its rank wrote {known[name].bytes} bytes, the disk has {size}; the save is void")
-            files[name] = known[name]
-        else:
-            files[name] = FileEntry(size, digest(path))
-    missing = sorted(set(known) - set(files))
-    if missing:
-        raise CheckpointError(f"{folder}: a rank reported {missing[0]}, but it is not there; do all nodes share run_dir?")
-    manifest = Manifest(step, dict(layout), files, time.time(), _own_version(), details=dict(details))
+    """Complete ``folder``, once every one of ``files`` is there with its size. CheckpointError if one is not."""
+    with ThreadPoolExecutor(READERS) as pool:
+        sizes = dict(zip(files, pool.map(lambda name: _size(folder / name), files), strict=True))
+    for name, entry in files.items():
+        if sizes[name] is None:
+            raise CheckpointError(f"{folder}: a rank reported {name}, but it is not there; do all nodes share run_dir?")
+        if sizes[name] != entry.bytes:
+            raise CheckpointError(f"{folder / name}: its rank wrote {entry.bytes} bytes, there are {sizes[name]}; the save is void")
+    manifest = Manifest(step, dict(layout), dict(sorted(files.items())), time.time(), _own_version(), details=dict(details))
     write_json(folder / MANIFEST, asdict(manifest))
+    if is_local(folder):
+        fsync(folder)
     return manifest
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def set_pointer(folder: Path, pointer: str = POINTER) -> None:
@@ -169,25 +221,26 @@ def set_pointer(folder: Path, pointer: str = POINTER) -> None:
 def pointed_at(checkpoints: Path, pointer: str = POINTER) -> Path | None:
     """The folder that ``latest`` (or ``best``) names; None if there is no such pointer yet."""
     try:
-        return checkpoints / (checkpoints / pointer).read_text().strip()
+        return checkpoints / read_file(checkpoints / pointer).decode().strip()
     except FileNotFoundError:
         return None
 
 
-def retire(checkpoints: Path, keep_last: int) -> list[Path]:
-    """Delete complete checkpoints beyond the newest ``keep_last``; returns what was deleted.
+def retire(checkpoints: Path, keep_last: int, keep_every: int = 0) -> list[Path]:
+    """Delete complete checkpoints beyond the newest ``keep_last``, but those of every ``keep_every``-th step; returns what was deleted.
 
     Nothing is deleted before one of the kept ones has been read back and found undamaged, nor what
     ``latest`` or ``best`` name. Incomplete folders do not count and are not touched.
     """
     complete = [folder for folder in checkpoint_folders(checkpoints) if incomplete(folder) is None]
     kept, old = complete[:keep_last], complete[keep_last:]
-    old = [folder for folder in old if folder not in (pointed_at(checkpoints), pointed_at(checkpoints, BEST))]
+    named = (pointed_at(checkpoints), pointed_at(checkpoints, BEST))
+    old = [f for f in old if f not in named and not (keep_every and (step_of(f) or 0) % keep_every == 0)]
     if not old or all(damage(folder) for folder in kept):
         return []
     with storage_errors("deleting an old checkpoint in", checkpoints):
         for folder in reversed(old):
-            remove_folder(folder)
+            remove_folder(folder, first=(MANIFEST,))
     return old
 
 
@@ -195,12 +248,17 @@ def retire(checkpoints: Path, keep_last: int) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder; BadInput if it is missing, unreadable or of a newer format."""
+    """The manifest of a checkpoint folder; BadInput if it is missing, unreadable or of another format."""
     path = folder / MANIFEST
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(read_file(path))
         if raw["format"] > FORMAT:
             raise BadInput(f"{path}: written by everstep {raw['everstep']} in format {raw['format']}; upgrade everstep")
+        if raw["format"] < FORMAT:
+            raise BadInput(
+                f"{path}: written by everstep {raw['everstep']} in format {raw['format']}, which is no longer read; start a new run from "
+                f"its weights with model.path={folder / 'hf'}"
+            )
         files = {name: FileEntry(**entry) for name, entry in raw.pop("files").items()}
         return Manifest(files=files, **raw)
     except FileNotFoundError:
@@ -217,29 +275,43 @@ def incomplete(folder: Path) -> str | None:
         manifest = read_manifest(folder)
     except BadInput as error:
         return str(error)
-    for name, entry in manifest.files.items():
+
+    def reason(name: str) -> str | None:
         try:
             size = (folder / name).stat().st_size
         except OSError as error:
-            return f"{folder / name}: {error.strerror}"
-        if size != entry.bytes:
-            return f"{folder / name}: has {size} bytes, the manifest says {entry.bytes}"
-    return None
+            return f"{folder / name}: {error.strerror or error}"
+        expected = manifest.files[name].bytes
+        return None if size == expected else f"{folder / name}: has {size} bytes, the manifest says {expected}"
+
+    return _first(reason, manifest.files)
 
 
 def damage(folder: Path) -> str | None:
-    """Like ``incomplete``, and reads every byte: also names the first file whose checksum is wrong."""
-    reason = incomplete(folder)
-    if reason:
-        return reason
-    for name, entry in read_manifest(folder).files.items():
+    """Like ``incomplete``, and reads every byte: also names the first file whose checksum is wrong, and the tensor."""
+    if found := incomplete(folder):
+        return found
+    manifest = read_manifest(folder)
+
+    def reason(name: str) -> str | None:
+        entry = manifest.files[name]
         try:
-            found = digest(folder / name)
+            checksum = digest(folder / name, entry.bytes)
         except OSError as error:
-            return f"{folder / name}: {error.strerror}"
-        if found != entry.xxh3_128:
-            return f"{folder / name}: damaged, checksum {found} where the manifest says {entry.xxh3_128}"
-    return None
+            return f"{folder / name}: {error.strerror or error}"
+        if checksum == entry.xxh3_128:
+            return None
+        tensor = damaged_tensor(folder, name)
+        return f"{folder / name}: damaged{f' in {tensor}' if tensor else ''}, checksum {checksum} where the manifest says {entry.xxh3_128}"
+
+    return _first(reason, manifest.files)
+
+
+def _first(reason: Any, names: Mapping[str, Any]) -> str | None:
+    """Of the names, in order, the first with a reason; asked several at a time."""
+    with ThreadPoolExecutor(READERS) as pool:
+        found: str | None = next((said for said in pool.map(reason, names) if said), None)
+    return found
 
 
 def verify(folder: Path) -> Manifest:
@@ -253,7 +325,7 @@ def verify(folder: Path) -> Manifest:
 def read_run_state(folder: Path) -> dict[str, Any]:
     """The recipe's state as given to ``publish``."""
     with storage_errors("reading", folder / RUN_STATE):
-        state: dict[str, Any] = json.loads((folder / RUN_STATE).read_text())
+        state: dict[str, Any] = json.loads(read_file(folder / RUN_STATE))
     return state
 
 

@@ -1,240 +1,236 @@
-"""What one rank writes and reads (its own shard), and the whole model as transformers loads it.
+"""State on disk by logical tensors: who writes which part of it, the files, and how any rank of any layout finds its own in them.
 
-A replica's ranks write ``state/rank-000.safetensors`` and ``.json`` each, numbered inside the replica. All
-replicas hold the same state, so one replica's shards are the checkpoint, and it loads into any number of
-replicas. The arrangement inside a replica (tp, cp, ep, dp, pp) must be the saved one; ``hf/`` is free of
-it.
+    state/ID-REPLICA.RANK-FILE.safetensors   rectangles of logical tensors, each named PART/KIND/NAME[rows,columns]
+    state/index.json                         logical tensors (type, shape), and of each rectangle: place, size, xxh3-64
+
+Every element is written once, by one of all the ranks that hold it, in whatever replica. What loads reads what it needs of the
+rectangles that overlap its own, and checks each of them. Nothing here is a collective.
 """
 
 from __future__ import annotations
 
-import copy
 import json
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+import xxhash
 from torch import Tensor
 
-from everstep.checkpoint.manifest import FileEntry
-from everstep.checkpoint.storage import CheckpointError, digest, fsync, storage_errors, write_json
+from everstep.checkpoint.index import INDEX, Index, Saved, rectangle_name
+from everstep.checkpoint.storage import read_file, storage_errors
+from everstep.engine.logical import Box, Fragment, LogicalState
 from everstep.errors import BadInput
-from everstep.layout import Layout
 
-INNER = ("tp", "cp", "ep", "dp", "pp")
-
-
-def inner_layout(layout: Layout) -> dict[str, Any]:
-    """The part of a layout that a rank's shard depends on; how layers are cut only where it is not the default."""
-    inner: dict[str, Any] = {name: getattr(layout, name) for name in INNER}
-    if layout.vpp > 1:
-        inner["vpp"] = layout.vpp
-    if layout.layers_per_stage:
-        inner["layers_per_stage"] = list(layout.layers_per_stage)
-    return inner
+FILE_BYTES = 256 << 20  # of one file, about: files are what is written, and uploaded, in parallel
+READ_BYTES = 32 << 20   # of one read, about
+READERS = 8
+_ALIGNMENT = 64
+#: torch's types by their names in safetensors, and back.
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-@dataclass(frozen=True)
-class Shard:
-    """What a rank wrote: entries for the manifest, by path relative to the checkpoint folder."""
-
-    rank: int
-    files: dict[str, FileEntry]
+# ---------------------------------------------------------------- who writes what
 
 
-# ---------------------------------------------------------------- one rank's shard
+def my_share(parts: Mapping[str, LogicalState], replica: int, replicas: int) -> list[Fragment]:
+    """The fragments that this rank writes, named ``PART/KIND/NAME``; ``replica`` of ``replicas`` numbers those that save.
 
-
-def save_rank(state: Mapping[str, Tensor], scalars: Mapping[str, Any], folder: Path, rank: int, layout: Layout) -> Shard:
-    """Write ``state`` and ``scalars`` of ``rank`` into ``folder/state``; returns sizes and checksums for the manifest.
-
-    Holds one copy of the state in host memory. CheckpointError if the disk refuses, or if a scalar would
-    not survive JSON unchanged.
+    Every holder of a rectangle computes the same writer for it, from its number among those of its tensor: the turns go round over
+    all holders in all replicas.
     """
-    for key, value in scalars.items():
-        _check_scalar(key, value)
-    data, notes = _paths(folder, rank)
-    # A copy of each: views of one flat buffer would otherwise be refused, or drag the whole buffer along.
-    on_host = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
-    with storage_errors("writing", data):
-        data.parent.mkdir(parents=True, exist_ok=True)
-        save_file(on_host, data)
-        fsync(data)
-        entry = FileEntry(data.stat().st_size, digest(data))
-        described = {n: {"shape": list(t.shape), "dtype": _dtype_name(t.dtype)} for n, t in on_host.items()}
-        write_json(
-            notes,
-            {
-                "rank": rank,
-                "layout": inner_layout(layout),
-                "scalars": dict(scalars),
-                "tensors": described,
-                "data": asdict(entry),
-            },
-        )
-        notes_entry = FileEntry(notes.stat().st_size, digest(notes))
-    return Shard(
-        rank,
-        {data.relative_to(folder).as_posix(): entry, notes.relative_to(folder).as_posix(): notes_entry},
-    )
+    mine: list[Fragment] = []
+    for part, state in parts.items():
+        counted: dict[str, int] = {}
+        for fragment in state.fragments:
+            if fragment.shared:
+                continue
+            name = f"{part}/{fragment.name}"
+            number = counted[name] = counted.get(name, -1) + 1
+            among, mine_of = (1, 0) if state.of_one_replica else (replicas, replica)
+            turns = fragment.holders * among
+            if (zlib.crc32(name.encode()) + number) % turns == mine_of * fragment.holders + fragment.turn:
+                mine.append(replace(fragment, name=name))
+    return mine
 
 
-def load_rank(state: Mapping[str, Tensor], folder: Path, rank: int, layout: Layout) -> dict[str, Any]:
-    """Write the saved shard of ``rank`` into the tensors of ``state``, in place; returns the scalars.
+class StagedFile:
+    """One file to be, in host memory: header and data in one buffer. Filled by ``copy``, then sealed by ``finish``."""
 
-    Layout, names, shapes and types are all checked before the first write. BadInput if any differs.
-    """
-    data, notes = _paths(folder, rank)
-    check_layout(folder, layout)
-    with storage_errors("reading", notes):
-        saved = json.loads(notes.read_text())
-    described = saved["tensors"]
-    missing, unknown = sorted(set(state) - set(described)), sorted(set(described) - set(state))
+    def __init__(self, name: str, fragments: Sequence[Fragment], allocate: Callable[[int], Tensor]) -> None:
+        self.name, self.fragments = name, list(fragments)
+        offsets, at = [], 0
+        for fragment in self.fragments:
+            offsets.append(at)
+            at += fragment.tensor.numel() * fragment.tensor.element_size()
+        self._offsets = offsets
+        self._start = len(self._header(["0" * 16] * len(self.fragments)))
+        self.whole_buffer = allocate(self._start + at)  # uint8, on the host; may be longer
+        self.buffer = self.whole_buffer[: self._start + at]
+
+    def copy(self) -> None:
+        """The fragments' present bytes; from a device, on the current stream, not waiting for it."""
+        for fragment, offset in zip(self.fragments, self._offsets, strict=True):
+            source = fragment.tensor.reshape(-1).view(torch.uint8)
+            self.buffer[self._start + offset : self._start + offset + len(source)].copy_(source, non_blocking=True)
+
+    def finish(self) -> tuple[memoryview, list[dict[str, Any]]]:
+        """(the file's content, its rectangles for the index)."""
+        content = self.buffer.numpy().data
+        entries, digests = [], []
+        for fragment, offset in zip(self.fragments, self._offsets, strict=True):
+            nbytes = fragment.tensor.numel() * fragment.tensor.element_size()
+            low = self._start + offset
+            digests.append(xxhash.xxh3_64_hexdigest(content[low : low + nbytes]))
+            entries.append({
+                "name": fragment.name, "dtype": CODES[fragment.tensor.dtype], "shape": list(fragment.shape),
+                "box": [fragment.box.row, fragment.box.rows, fragment.box.col, fragment.box.cols],
+                "offset": low, "nbytes": nbytes, "xxh3_64": digests[-1],
+            })  # fmt: skip
+        header = self._header(digests)
+        content[: len(header)] = header
+        return content, entries
+
+    def _header(self, digests: Sequence[str]) -> bytes:
+        described: dict[str, Any] = {}
+        checks: dict[str, str] = {}
+        for fragment, offset, check in zip(self.fragments, self._offsets, digests, strict=True):
+            name = rectangle_name(fragment.name, fragment.box)
+            nbytes = fragment.tensor.numel() * fragment.tensor.element_size()
+            described[name] = {
+                "dtype": CODES[fragment.tensor.dtype], "shape": [fragment.box.rows, fragment.box.cols],
+                "data_offsets": [offset, offset + nbytes],
+            }  # fmt: skip
+            checks[f"xxh3_64 {name}"] = check
+        return safetensors_header(described, checks)
+
+
+def safetensors_header(described: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+    """Length and JSON header of a safetensors file, padded so that the data begins at a multiple of 64 bytes."""
+    text = json.dumps({"__metadata__": dict(metadata), **described}, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def staged_files(
+    fragments: Iterable[Fragment], stem: str, allocate: Callable[[int], Tensor], file_bytes: int = FILE_BYTES
+) -> list[StagedFile]:
+    """``fragments`` shared out to files of about ``file_bytes``; larger elements first, so that all lie aligned."""
+    ordered = sorted(fragments, key=lambda fragment: -fragment.tensor.element_size())
+    groups: list[list[Fragment]] = []
+    filled = file_bytes
+    for fragment in ordered:
+        nbytes = fragment.tensor.numel() * fragment.tensor.element_size()
+        if filled and filled + nbytes > file_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(fragment)
+        filled += nbytes
+    return [StagedFile(f"state/{stem}-{number:03d}.safetensors", group, allocate) for number, group in enumerate(groups)]
+
+
+# ---------------------------------------------------------------- reading
+
+
+def check_fits(index: Index, part: str, state: LogicalState) -> None:
+    """BadInput unless ``part`` of the checkpoint has exactly the tensors of ``state``'s model, of its shapes and types."""
+    saved = index.names(part)
+    where = index.folder / INDEX
+    missing, unknown = sorted(set(state.names) - set(saved)), sorted(set(saved) - set(state.names))
     if missing or unknown:
         what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which the model has not"
         raise BadInput(
-            f"{data}: {what} ({len(missing)} tensors missing, {len(unknown)} unknown); the checkpoint was made with "
-            "another model, engine or loss configuration: compare configs/resolved.yaml of its run"
+            f"{where}: {what} ({len(missing)} tensors missing, {len(unknown)} unknown); the checkpoint was made with "
+            "another model, engine or loss configuration: compare config.yaml beside its manifest"
         )
-    for name, tensor in state.items():
-        shape, dtype = described[name]["shape"], described[name]["dtype"]
-        if shape != list(tensor.shape) or dtype != _dtype_name(tensor.dtype):
-            raise BadInput(
-                f"{data}: {name} is {dtype}{shape}, the model has {_dtype_name(tensor.dtype)}{list(tensor.shape)}; "
-                "use the model.* and engine.* settings it was saved with"
-            )
-    with storage_errors("reading", data), safe_open(data, framework="pt", device="cpu") as file, torch.no_grad():
-        for name, tensor in state.items():
-            tensor.copy_(file.get_tensor(name))
-    scalars: dict[str, Any] = saved["scalars"]
-    return scalars
+    for name, shape in state.names.items():
+        if saved[name].shape != shape:
+            raise BadInput(f"{where}: {name} has shape {list(saved[name].shape)}, the model's has {list(shape)}; use the model it was saved with")
+    for fragment in state.fragments:
+        mine = CODES[fragment.tensor.dtype]
+        if saved[fragment.name].dtype != mine:
+            raise BadInput(f"{where}: {fragment.name} is {saved[fragment.name].dtype}, the model's is {mine}; set model.dtype as saved")
 
 
-def check_layout(folder: Path, layout: Layout) -> None:
-    """BadInput unless the checkpoint's shards were made with this arrangement of the ranks inside a
-    replica.
-    """
-    notes = sorted((folder / "state").glob("rank-*.json"))
-    if not notes:
-        raise BadInput(f"{folder}: holds no rank's state; set model.path={folder / 'hf'} to start from its weights alone")
-    with storage_errors("reading", notes[0]):
-        saved = json.loads(notes[0].read_text())["layout"]
-    wanted = inner_layout(layout)
-    if saved != wanted or len(notes) != layout.ranks_per_replica:
-        raise BadInput(
-            f"{folder}: saved with {_say(saved)} ({len(notes)} ranks per replica), configured are {_say(wanted)} "
-            f"({layout.ranks_per_replica}); set layout.* as saved to resume, or start a new run from its weights with "
-            f"model.path={folder / 'hf'} (optimizer state and data position are not carried over)"
-        )
+def load_part(index: Index, part: str, state: LogicalState) -> None:
+    """Write a part's saved state into the tensors of ``state``, in place. Everything is checked before the first write, except what
+    only reading shows: then BadInput names file and tensor, and the state is undefined."""
+    check_fits(index, part, state)
+    for padding in state.padding:
+        padding.zero_()
+    read_into(index, [replace(fragment, name=f"{part}/{fragment.name}") for fragment in state.fragments])
 
 
-def _paths(folder: Path, rank: int) -> tuple[Path, Path]:
-    stem = folder / "state" / f"rank-{rank:03d}"
-    return stem.with_suffix(".safetensors"), stem.with_suffix(".json")
-
-
-def _say(layout: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in layout.items())
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _check_scalar(key: str, value: Any) -> None:
-    """Only what JSON gives back exactly: a tuple would return as a list, a numeric key as a string."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            if not isinstance(name, str):
-                raise CheckpointError(f"scalar {key} has the key {name!r}; only strings survive a checkpoint")
-            _check_scalar(f"{key}.{name}", item)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            _check_scalar(f"{key}[{index}]", item)
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise CheckpointError(f"scalar {key} is {value}; only finite numbers survive a checkpoint")
-    elif not (value is None or type(value) in (bool, int, float, str)):
-        raise CheckpointError(f"scalar {key} is a {type(value).__name__}; use int, float, str, bool, list or dict")
-
-
-# ---------------------------------------------------------------- the whole model, for transformers
-
-
-def save_hf(
-    tensors: Iterable[tuple[str, Tensor]],
-    hf_config: Any,
-    tokenizer: Any,
-    folder: Path,
-    *,
-    write: bool = True,
-    max_shard_bytes: int = 4 << 30,
-) -> None:
-    """Write config, tokenizer and weights so that ``transformers`` loads them with ``from_pretrained(folder)``.
-
-    ``tensors`` yields each full tensor once by its HF name (a collective over the replica: every rank must
-    exhaust it, and those with ``write=False`` do nothing else). At most one shard is held in host memory.
-    """
-    if not write:
-        for _ in tensors:
+def read_into(index: Index, wanted: Sequence[Fragment]) -> None:
+    """Fill the fragments from all saved rectangles that overlap them."""
+    uses: dict[Saved, list[tuple[str, Fragment, Box]]] = {}
+    for fragment in wanted:
+        found = 0
+        for saved in index.tensors[fragment.name].saved:
+            if overlap := saved.box.overlap(fragment.box):
+                uses.setdefault(saved, []).append((fragment.name, fragment, overlap))
+                found += overlap.size
+        if found != fragment.box.size:
+            raise BadInput(f"{index.folder / INDEX}: {rectangle_name(fragment.name, fragment.box)} is covered by {found} of its {fragment.box.size} elements")
+    runs: list[list[Saved]] = []
+    for saved in sorted(uses, key=lambda s: (s.file, s.offset)):
+        last = runs[-1][-1] if runs else None
+        near = last is not None and last.file == saved.file and last.offset + last.nbytes == saved.offset
+        if near and saved.offset + saved.nbytes - runs[-1][0].offset <= READ_BYTES:
+            runs[-1].append(saved)
+        else:
+            runs.append([saved])
+    with ThreadPoolExecutor(READERS, thread_name_prefix="checkpoint-read") as pool:
+        for _ in pool.map(partial(_read_run, index, uses), runs):
             pass
-        return
-    shards: list[dict[str, int]] = []  # tensor name -> bytes
-    pending: dict[str, Tensor] = {}
-    pending_bytes = 0
-    dtypes: set[torch.dtype] = set()
-    seen: set[str] = set()
-
-    def flush() -> None:
-        nonlocal pending, pending_bytes
-        path = folder / f"shard-{len(shards)}.tmp"
-        with storage_errors("writing", path):
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file(pending, path, metadata={"format": "pt"})
-            fsync(path)
-        shards.append({name: _nbytes(t) for name, t in pending.items()})
-        pending, pending_bytes = {}, 0
-
-    for name, tensor in tensors:  # outside storage_errors: what a collective raises is no fault of the disk
-        if name in seen:
-            raise CheckpointError(f"exporting to {folder}: {name} came twice")
-        seen.add(name)
-        if pending and pending_bytes + _nbytes(tensor) > max_shard_bytes:
-            flush()
-        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        pending_bytes += _nbytes(tensor)
-        dtypes.add(tensor.dtype)
-    if not seen:
-        raise CheckpointError(f"exporting to {folder}: the model gave no tensors")
-    flush()
-
-    config = copy.deepcopy(hf_config)
-    if len(dtypes) == 1:
-        config.dtype = dtypes.pop()  # else a reader would cast to what the original model was stored in
-    with storage_errors("writing", folder):
-        _name_shards(folder, shards)
-        config.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _read_run(index: Index, uses: Mapping[Saved, list[tuple[str, Fragment, Box]]], run: list[Saved]) -> None:
+    path, low, high = index.folder / run[0].file, run[0].offset, run[-1].offset + run[-1].nbytes
+    with storage_errors("reading", path):
+        content = memoryview(bytearray(read_file(path, low, high)))
+    if len(content) != high - low:
+        raise BadInput(f"{path}: ends after {low + len(content)} bytes, {high} were expected")
+    for saved in run:
+        mine = content[saved.offset - low : saved.offset - low + saved.nbytes]
+        name = uses[saved][0][0]
+        if xxhash.xxh3_64_hexdigest(mine) != saved.xxh3_64:
+            raise BadInput(f"{path}: damaged in {rectangle_name(name, saved.box)}; resume from another checkpoint")
+        if not saved.nbytes:
+            continue
+        whole = torch.frombuffer(mine, dtype=DTYPES[index.tensors[name].dtype]).view(saved.box.rows, saved.box.cols)
+        for _, fragment, overlap in uses[saved]:
+            _part(fragment.tensor.view(fragment.box.rows, fragment.box.cols), fragment.box, overlap).copy_(_part(whole, saved.box, overlap))
 
 
-def _name_shards(folder: Path, shards: list[dict[str, int]]) -> None:
-    """Give the shards the names transformers expects, which contain how many there are."""
-    if len(shards) == 1:
-        (folder / "shard-0.tmp").rename(folder / "model.safetensors")
-        return
-    where: dict[str, str] = {}
-    for index, names in enumerate(shards):
-        final = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-        (folder / f"shard-{index}.tmp").rename(folder / final)
-        where.update(dict.fromkeys(names, final))
-    total = sum(size for names in shards for size in names.values())
-    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
+def _part(matrix: Tensor, of: Box, box: Box) -> Tensor:
+    row, col = box.row - of.row, box.col - of.col
+    return matrix[row : row + box.rows, col : col + box.cols]
+
+
+def whole_tensor(index: Index, name: str) -> Tensor:
+    """One logical tensor, on the host. BadInput if a part of it is damaged."""
+    of = index.tensors[name]
+    tensor = torch.empty(of.shape, dtype=DTYPES[of.dtype], device="cpu")
+    box = Box(0, of.shape[0], 0, prod(of.shape[1:]))
+    read_into(index, [Fragment(name, of.shape, box, tensor.view(-1), 1, 0)])
+    return tensor
+
+
+def rng_states(index: Index, replica: int, rank: int) -> dict[str, Tensor]:
+    """What ``everstep.checkpoint.rng`` captured in this rank; of a rank that there was not, in one that takes its place."""
+    saved = [tuple(map(int, name.split("/")[1].split("."))) for name in index.tensors if name.startswith("rng/")]
+    if not saved:
+        return {}
+    replicas, ranks = (1 + max(numbers) for numbers in zip(*saved, strict=True))
+    prefix = f"rng/{replica % replicas}.{rank % ranks}/"
+    return {name.removeprefix(prefix): whole_tensor(index, name) for name in index.tensors if name.startswith(prefix)}

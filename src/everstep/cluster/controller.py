@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import shutil
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,13 +17,13 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from everstep.checkpoint import saving
-from everstep.checkpoint.saving import SavedRun
-from everstep.checkpoint.sharded import Shard
+from everstep.checkpoint.saving import RankOf, SavedRun, Saver, WriterLost
+from everstep.checkpoint.storage import CheckpointError
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.dispatch import get_dispatch, mesh_of, ranks_of
 from everstep.cluster.group import InOnePlace, Role, StepResult
 from everstep.cluster.host import Host, ProcessEnded, Sharing, WorkerSpec
-from everstep.cluster.island import Round, island_folder
+from everstep.cluster.island import Round
 from everstep.cluster.owed import Owed
 from everstep.cluster.repair import Repair
 from everstep.cluster.results import combine, compare_hashes
@@ -81,6 +80,7 @@ class Controller(InOnePlace):
         self._injector: FaultInjector | None = None
         self._relays: dict[str, Relay] = {}
         self._server: CoordinatorServer | None = None
+        self._saver: Saver | None = None
         self._pool: RolloutPool | None = None
         self.dispatch_bytes, self.dispatch_seconds = 0, 0.0
         try:
@@ -109,7 +109,9 @@ class Controller(InOnePlace):
             coordinator, log, self._events, listener, token, recovery.silence_s, 2 * recovery.link_timeout_s, host,
             recovery.heartbeat_s, judge(recovery), judge_every_s(recovery),
         )
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self._store = store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        connect = lambda: dist.TCPStore(host, store.port, is_master=False, timeout=timedelta(seconds=60))
+        self._saver = Saver(self.config, self.layout, self._events, connect, lambda worker: self.server.dead.get(worker))
         if config.rollout.engines:
             self._pool = RolloutPool(config.rollout, bool(config.lora.rank), self._host, self, self._events)
         workers = self._start_workers(host, self._store.port, token)
@@ -182,6 +184,8 @@ class Controller(InOnePlace):
                 last_first.callback(self._repair.close)
             if self._server:
                 last_first.callback(self._server.close)
+            if self._saver:
+                last_first.callback(self._saver.give_up)
             self._store = None
 
     # -- verbs ---------------------------------------------------------------------------------------------------------------
@@ -194,6 +198,11 @@ class Controller(InOnePlace):
     def server(self) -> CoordinatorServer:
         assert self._server is not None
         return self._server
+
+    @property
+    def saver(self) -> Saver:
+        assert self._saver is not None
+        return self._saver
 
     def call(self, dispatch: str, method: str, *args: Any, **kwargs: Any) -> Any:
         start, sent = time.monotonic(), 0
@@ -367,51 +376,49 @@ class Controller(InOnePlace):
     def once(self, function: Callable[..., T], *args: Any) -> T:
         return function(*args)
 
-    def save(self, recipe_state: dict[str, Any]) -> Path:
-        def write(folder: Path) -> list[Shard]:
-            """The ranks of one replica write; if it breaks meanwhile, another one writes all of it again."""
-            while True:
-                self._check_alive()
-                self._prepare_faults(self.committed_step + 1)
-                view = self.server.coordinator.view
-                member = view.member(view.contributors[0])
-                assert member is not None
-                life = (member.replica, member.build)
-                calls = {self._host.submit(w, life, "save_shard", folder): i for i, w in enumerate(member.workers)}
-                shards = self._gather(calls, [(w, member) for w in member.workers], "save_shard")
-                if shards is not None:
-                    return shards + (self._save_islands(folder, member) if self.config.semisync.method != "none" else [])
-                # Its living ranks may still write: two writers of one file would spoil it.
-                if not self._all_done(calls, _DEATH_CONFIRM_S):
-                    raise DeadlineExceeded(
-                        f"saving step {self.committed_step}: ranks of replica {member.replica}, which broke meanwhile, still write "
-                        f"into {folder} after {_DEATH_CONFIRM_S:g} s; the previous checkpoint is complete"
-                    )
-
-        state = SavedRun(self.committed_step, self._reference, recipe_state)
-        return saving.save(self._run_dir.checkpoints, state, self.layout, self.config.checkpoint.keep_last, write, self._events)
-
-    def _save_islands(self, folder: Path, writer: Member) -> list[Shard]:
-        """The other replicas' local state. Of one that dies meanwhile there is none: it will begin where ``writer`` is."""
-        shards: list[Shard] = []
-        view = self.server.coordinator.view
-        for member in view.members:
-            if member == writer or member.replica in view.healing:
+    def save(self, recipe_state: dict[str, Any], wait: bool = True) -> Path | None:
+        """Every rank of every contributor takes up its share; if one dies before all have, or, with ``wait``, before the end, those
+        that are left share the work anew: they hold the same state still."""
+        with contextlib.suppress(CheckpointError):  # of the one on its way: it is told
+            self.saver.wait()
+        run = SavedRun(self.committed_step, self._reference, recipe_state)
+        while True:
+            self._check_alive()
+            self._prepare_faults(self.committed_step + 1)
+            view, start = self.server.coordinator.view, time.monotonic()
+            tickets = self.saver.begin(run, len(view.contributors), patient=wait)
+            if tickets is None:
+                return self.saver.checkpoint(run.step)
+            members = [member for replica in view.contributors if (member := view.member(replica))]
+            called = [(worker, member) for member in members for worker in member.workers]
+            writers = [RankOf(w, replica, rank) for replica, member in enumerate(members) for rank, w in enumerate(member.workers)]
+            calls = {
+                self._host.submit(worker, (member.replica, member.build), "save_shard", tickets[writer.replica]): index
+                for index, ((worker, member), writer) in enumerate(zip(called, writers, strict=True))
+            }
+            if self._gather(calls, called, "save_shard") is None:
+                self.saver.void("a rank died")
                 continue
-            life = (member.replica, member.build)
-            calls = {self._host.submit(w, life, "save_island", folder): i for i, w in enumerate(member.workers)}
-            written = self._gather(calls, [(w, member) for w in member.workers], "save_island")
-            if written is not None:
-                shards += written
-            else:
-                self._all_done(calls, _DEATH_CONFIRM_S)
-                shutil.rmtree(island_folder(folder, member.replica), ignore_errors=True)  # what it wrote of it
-        return shards
+            self.saver.follow(writers, time.monotonic() - start)
+            if not wait:
+                return None
+            with contextlib.suppress(WriterLost):
+                return self.saver.wait()
+
+    def save_wanted(self, due: bool) -> bool:
+        return self.saver.wanted(due, self.committed_step)
+
+    def finish_saves(self) -> None:
+        self.saver.wait()
+
+    def told_of_saves(self) -> list[str]:
+        return self.saver.told()
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Before the first step only: every rank reads its shard; the coordinator continues from the checkpoint's step."""
-        saved = saving.read(path, self.layout)
-        self.call("pass_through", "load_shard", path, saved.step, saved.reference)
+        """Before the first step only: every rank reads its part; the coordinator continues from the checkpoint's step."""
+        saved = saving.read(path)
+        self.call("pass_through", "load_shard", str(path), saved.step, saved.reference)
+        saving.restore_rng(path)
         self._reference = saved.reference
         self.server.restart_at(saved.step)
         self.recipe_state = saved.recipe_state
@@ -581,11 +588,3 @@ class Controller(InOnePlace):
     def call_off(self, stream: str) -> None:
         assert self._store is not None
         self._store.set(off_key(stream), "1")
-
-    # -- parts -----------------------------------------------------------------------------------------------------------------
-
-    def _all_done(self, calls: Collection[Any], timeout_s: float) -> bool:
-        end, left = time.monotonic() + timeout_s, set(calls)
-        while left and time.monotonic() < end:
-            left -= set(self._host.wait(left, _POLL_S))
-        return not left

@@ -107,8 +107,19 @@ class Group(Protocol):
     def once(self, function: Callable[..., T], *args: Any) -> T:
         """``function(*args)`` computed in one place, its result known everywhere (rewards, files, anything not repeatable)."""
 
-    def save(self, recipe_state: dict[str, Any]) -> Path:
-        """A complete checkpoint of the committed step."""
+    def save(self, recipe_state: dict[str, Any], wait: bool = True) -> Path | None:
+        """A checkpoint of the committed step. ``wait``: until it is complete, and return where it is; else it is completed while
+        training goes on, and None is returned. One that is on its way already is waited for. Raises CheckpointError."""
+
+    def save_wanted(self, due: bool) -> bool:
+        """Whether a checkpoint should begin now: it is ``due``, or one failed and it is time to try again; and none is on its way.
+        Raises CheckpointError if one failed and checkpoint.on_failure=stop."""
+
+    def finish_saves(self) -> None:
+        """Wait until the checkpoint on its way is complete. Raises CheckpointError."""
+
+    def told_of_saves(self) -> list[str]:
+        """What became of checkpoints since the last call, one line each; the lead knows."""
 
     def load(self, path: Path) -> dict[str, Any]:
         """Restore every rank from a checkpoint, before the first step; returns the recipe state that was saved with it."""

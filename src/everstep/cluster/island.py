@@ -7,18 +7,17 @@ joiner receives, is therefore not what the engine holds at the moment but a copy
 from __future__ import annotations
 
 import bisect
-import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from everstep.cluster.batch import TrainingBatch
-from everstep.cluster.rank_state import clip
+from everstep.cluster.rank_state import Versioned, clip
 from everstep.config import semisync as settings
+from everstep.engine.logical import LogicalState
 from everstep.engine.loss import LossFn
 from everstep.engine.state import hash_state
 from everstep.engine.step import Engine
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from everstep.engine.source import ModelShape
 
 
-class Island:
+class Island(Versioned):
     """A rank's state at the last commit (everstep.recovery.heal.State), and the way back to it.
 
     It consists of the engine's state as it was (``param/``, ``master/``, ``exp_avg/``, ``exp_avg_sq/``: local, they differ between
@@ -44,7 +43,8 @@ class Island:
     critic = None  # recipe=ppo is not for islands
 
     def __init__(self, engine: Engine, version: int | None, config: Config, shape: ModelShape):
-        self.engine, self.version = engine, version
+        super().__init__(version)
+        self.engine = engine
         weights, inside = engine.stepped(), engine.inside_stepped()
         owner = {module: i for i, group in enumerate(settings.fragments(config, shape)) for module in group}
         fragments: list[list[str]] = [[] for _ in set(owner.values())]
@@ -72,6 +72,13 @@ class Island:
             **{f"global/{name}": t for name, t in self.outer.globals.items()},
             **{f"momentum/{name}": t for name, t in self.outer.momenta.items()},
         }  # fmt: skip
+
+    def logical(self, replica: int) -> dict[str, LogicalState]:
+        """What a checkpoint holds of it: what all replicas share, and what this one has for itself."""
+        shared = {name: t for name, t in self.tensors().items() if name.startswith(("global/", "momentum/", "reference/"))}
+        own = self.engine.logical_state(self._copy)
+        own.of_one_replica = True
+        return {"model": self.engine.logical_state(shared, ["global", *["momentum"] * bool(self.outer.momenta)]), f"island-{replica}": own}
 
     def scalars(self) -> dict[str, Any]:
         return self.engine.state_scalars() | {"adam_step": self._adam_step, "outer_steps": self.outer.synced}
@@ -116,20 +123,6 @@ class Island:
             self._copy[name].copy_(tensor)
         self._adam_step = int(self.engine.state_scalars()["adam_step"])
         self.moved = False
-
-    @contextlib.contextmanager
-    def global_weights(self) -> Iterator[None]:
-        """The engine holds the global weights meanwhile. Collective over the replica, between rounds."""
-        if self.outer.replaces_weights:
-            yield
-            return
-        for name, tensor in self.engine.stepped().items():
-            tensor.copy_(self.outer.globals[name])
-        self.engine.gather_parameters()
-        try:
-            yield
-        finally:
-            self.restore()
 
 
 class Rollout(Protocol):
@@ -261,11 +254,6 @@ class RoundWork:
         engine.gather_parameters()
         island.take()
         island.steps_made += 1
-
-
-def island_folder(checkpoint: Path, replica: int) -> Path:
-    """Where a replica that did not write the checkpoint itself keeps its local state."""
-    return checkpoint / "islands" / f"replica-{replica:03d}"
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

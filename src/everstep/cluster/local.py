@@ -10,11 +10,11 @@ the recipe from the last bookmark with the results that are on the board until i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import secrets
-import shutil
 import socket
 import sys
 import threading
@@ -30,15 +30,16 @@ import torch.distributed as dist
 
 from everstep.checkpoint import saving
 from everstep.checkpoint.choose import Chosen
-from everstep.checkpoint.saving import SavedRun
-from everstep.checkpoint.sharded import Shard
+from everstep.checkpoint.saving import RankOf, SavedRun, Saver, WriterLost
+from everstep.checkpoint.storage import CheckpointError
+from everstep.checkpoint.writer import Ticket
 from everstep.cluster import environment
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.device import choose_device
 from everstep.cluster.dispatch import Rank, get_dispatch, mesh_of, ranks_of
 from everstep.cluster.group import Role, StepResult
 from everstep.cluster.head import Head, Presence
-from everstep.cluster.island import Round, island_folder
+from everstep.cluster.island import Round
 from everstep.cluster.lighthouse import TOKEN_VARIABLE, Lighthouse, Ports, read_result
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.slots import ListSlots, cut_round, cut_slots, require_synchronous, sample_ids
@@ -60,7 +61,6 @@ from everstep.telemetry.events import EventLog
 
 T = TypeVar("T")
 _WORDS_S = 5.0  # that a rank has to end in order when the run ends for it
-_LEAVE_S = 1.0  # after which the ranks of a replica that was expelled have ended
 
 
 @dataclass
@@ -185,6 +185,8 @@ class LocalGroup:
                 f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", config.lighthouse.wait_s, lambda: self._control.committed,
                 lambda replicas: self._said_by_torchft(replicas),
             )
+        connect = lambda: dist.TCPStore(*entry.store, is_master=False, timeout=timedelta(seconds=60))
+        self._saver = Saver(config, self.layout, self.events, connect, self._is_gone) if self._head else None
         start = "peer" if entry.join else "weights"
         self._worker.run("form", (Formation(replica, self._rank, entry.member.build, workers, start, entry.reference),), {})
         dist.barrier()
@@ -305,55 +307,72 @@ class LocalGroup:
             raise failure
         return result  # type: ignore[no-any-return]
 
-    def save(self, recipe_state: dict[str, Any]) -> Path:
-        """The ranks of the living replica with the smallest number write; if it dies meanwhile, the next one writes all of it again."""
-        staged = self._run_dir.checkpoints / f".step-{self._step:06d}.islands"
-        islands = self._stage_islands(staged) if self.config.semisync.method != "none" else {}
+    def save(self, recipe_state: dict[str, Any], wait: bool = True) -> Path | None:
+        """Every rank of every contributor takes up its share; if one dies before all have, or, with ``wait``, before the end, those
+        that are left share the work anew: they hold the same state still. The lead completes it; if that one dies the attempt is void."""
+        while True:
+            start = time.monotonic()
+            begun = self.once(self._begin_save, recipe_state, wait)
+            if begun is None:
+                return self.once(lambda: self.saver.checkpoint(self._step))
+            tickets, members = begun
 
-        def write(folder: Path) -> list[Shard]:
-            shards = self._write_shards(folder)
-            for replica in islands.keys() - {self._member.replica}:
-                shutil.copytree(island_folder(staged, replica), island_folder(folder, replica), copy_function=os.link)
-                shards += islands[replica]
-            return shards
+            def part(ranks: Sequence[Rank], tickets: list[Ticket] = tickets, members: list[Member] = members) -> bool:
+                if self._member not in members or {rank.replica for rank in ranks} != {m.replica for m in members}:
+                    return False  # somebody died since the work was shared out
+                self._worker.run("save_shard", (tickets[members.index(self._member)],), {})
+                return True
 
-        def part(ranks: Sequence[Rank]) -> Path | None:
-            if self._head is None:
-                self._write_shards(None)
-                return None
-            run = SavedRun(self._step, self._reference, recipe_state)
-            return saving.save(self._run_dir.checkpoints, run, self.layout, self.config.checkpoint.keep_last, write, self.events)
+            _, taken_up, _ = self._shared(f"save step {self._step}", Who.CONTRIBUTORS, part)
+            outcome = self.once(self._complete_save, tickets[0].id, members, all(taken_up), wait, start)
+            if outcome is not None or (not wait and all(taken_up)):
+                return outcome
 
-        _, results, _ = self._shared(f"save step {self._step}", Who.ONE, part)
-        if islands and self._lead:
-            shutil.rmtree(staged)
-        path: Path = results[0]
-        return path
+    def _begin_save(self, recipe_state: dict[str, Any], wait: bool) -> tuple[list[Ticket], list[Member]] | None:
+        with contextlib.suppress(CheckpointError):  # of the one on its way: it is told
+            self.saver.wait()
+        view = self._control.view
+        members = [member for member in view.members if member.replica not in view.healing]
+        tickets = self.saver.begin(SavedRun(self._step, self._reference, recipe_state), len(members), patient=wait)
+        return None if tickets is None else (tickets, members)
 
-    def _stage_islands(self, folder: Path) -> dict[int, list[Shard]]:
-        """Every replica's local state, for whoever will write the checkpoint. Of one that dies meanwhile there is none: it will begin where
-        the writer is."""
-        ranks, shards, _ = self._shared(
-            f"islands of step {self._step}", Who.REPORTS, lambda ranks: self._worker.run("save_island", (folder,), {})
-        )
-        found: dict[int, list[Shard]] = {}
-        for rank, shard in zip(ranks, shards, strict=True):
-            found.setdefault(rank.replica, []).append(shard)
-        return found
+    def _complete_save(self, attempt: str, members: list[Member], taken_up: bool, wait: bool, start: float) -> Path | None:
+        """None if it is on its way, or void."""
+        if self.saver.attempt != attempt:
+            return None  # whoever began it is dead
+        if not taken_up:
+            self.saver.void("a rank died")
+            return None
+        writers = [RankOf(w, replica, rank) for replica, member in enumerate(members) for rank, w in enumerate(member.workers)]
+        self.saver.follow(writers, time.monotonic() - start)
+        with contextlib.suppress(WriterLost):
+            return self.saver.wait() if wait else None
+        return None
 
-    def _write_shards(self, folder: Path | None) -> list[Shard]:
-        shared: list[Any] = [folder]
-        dist.broadcast_object_list(shared)
-        shards: list[Shard] = self._inside(self._worker.run("save_shard", (shared[0],), {}))
-        return shards
+    def save_wanted(self, due: bool) -> bool:
+        return self.once(lambda: self.saver.wanted(due, self._step))
+
+    def finish_saves(self) -> None:
+        self.once(lambda: self.saver.wait())
+
+    def told_of_saves(self) -> list[str]:
+        return self.saver.told() if self._lead else []
+
+    @property
+    def saver(self) -> Saver:
+        assert self._saver is not None, "only heads complete checkpoints"
+        return self._saver
+
+    def _is_gone(self, worker: str) -> str | None:
+        return None if self._control.view.member_of(worker) else "its replica is no member any more"
 
     def load(self, path: Path) -> dict[str, Any]:
         if self._generation > 0:
             return self.recipe_state  # this life joined when the run had left the checkpoint behind
-        saved = saving.read(path, self.layout)
+        saved = saving.read(path)
         self._shared(
             f"load step {saved.step}", Who.CONTRIBUTORS,
-            lambda ranks: self._worker.run("load_shard", (path, saved.step, saved.reference), {}),
+            lambda ranks: self._worker.run("load_shard", (str(path), saved.step, saved.reference), {}),
         )
         self._reference = saved.reference
         self._from_head(lambda head: head.request("restart_at", step=saved.step)[0])
@@ -384,6 +403,8 @@ class LocalGroup:
 
     def close(self, status: str = "done") -> None:
         """Without ``done`` this replica's end is a death for the others."""
+        if self._saver:
+            self._saver.give_up()
         self._worker.leave()
         if self._presence:
             self._presence.close()
@@ -423,8 +444,6 @@ class LocalGroup:
                 break
             attempt, members = answer
             if members != computed:
-                if attempt > 1 and who is Who.ONE:
-                    time.sleep(_LEAVE_S)  # until whoever computed it before surely writes no more
                 values = self._inside(part(ranks_of(self.layout, [m.replica for m in members])))
                 computed = members
             self._from_head(lambda head, attempt=attempt, values=values: head.request(  # type: ignore[misc]

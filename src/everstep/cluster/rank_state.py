@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from everstep.cluster.group import Role
 from everstep.config.schema import OffloadConfig
+from everstep.engine.logical import LogicalState
 from everstep.engine.step import Engine
 from everstep.errors import BadInput, WorkerFailed
 from everstep.layout import Position
@@ -18,7 +19,26 @@ from everstep.layout import Position
 CRITIC_PREFIX = "critic/"
 
 
-class WholeState:
+class Versioned:
+    """``version``: the last applied step, or None while the state is being changed. ``before_change`` is called before it becomes
+    None: whoever still reads the state in the background is waited for."""
+
+    def __init__(self, version: int | None):
+        self._version = version
+        self.before_change: Callable[[], None] = lambda: None
+
+    @property
+    def version(self) -> int | None:
+        return self._version
+
+    @version.setter
+    def version(self, version: int | None) -> None:
+        if version is None:
+            self.before_change()
+        self._version = version
+
+
+class WholeState(Versioned):
     """The state of a rank's models with its version, as heal and the transaction see it (everstep.recovery.heal.State).
 
     The actor, and with recipe=ppo its critic, are one state under one version: they are healed, saved and hashed together. The
@@ -28,7 +48,8 @@ class WholeState:
     island = False
 
     def __init__(self, engine: Engine, critic: Engine | None, version: int | None):
-        self.engine, self.critic, self.version = engine, critic, version
+        super().__init__(version)
+        self.engine, self.critic = engine, critic
 
     def of(self, role: Role) -> Engine:
         if role == "actor":
@@ -41,6 +62,10 @@ class WholeState:
         """Without what LoRA never trains: every rank has that from model.path, and the scalars tell whether it is the same."""
         critic = self.critic.state(frozen) if self.critic else {}
         return self.engine.state(frozen) | {CRITIC_PREFIX + name: tensor for name, tensor in critic.items()}
+
+    def logical(self, replica: int) -> dict[str, LogicalState]:
+        """What a checkpoint holds of it, by part."""
+        return {"model": self.engine.logical_state()} | ({"critic": self.critic.logical_state()} if self.critic else {})
 
     def scalars(self) -> dict[str, Any]:
         return self.engine.state_scalars() | ({"critic": self.critic.state_scalars()} if self.critic else {})
@@ -67,10 +92,6 @@ class WholeState:
 
     def restore(self) -> None:
         """What was written into ``tensors`` is in the engine already."""
-
-    def global_weights(self) -> contextlib.AbstractContextManager[None]:
-        """The engine has no others."""
-        return contextlib.nullcontext()
 
     def close(self) -> None:
         if self.critic:

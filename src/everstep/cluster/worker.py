@@ -15,16 +15,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint import adapter, sharded
+from everstep.checkpoint import manifest, rng, saving, sharded
+from everstep.checkpoint.index import Index
+from everstep.checkpoint.storage import place
+from everstep.checkpoint.writer import RankWriter, Ticket
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.group import Role
-from everstep.cluster.island import Island, Round, RoundWork, island_folder, without_participants
+from everstep.cluster.island import Island, Round, RoundWork, without_participants
 from everstep.cluster.rank_state import Kept, WholeState, clip
 from everstep.cluster.slots import in_order, micro_batches
 from everstep.config import derive
@@ -145,6 +147,7 @@ class Worker:
         self._entered = threading.Event()  # a view has included this worker in its present formation
         self.layout = derive.layout(config)
         self.on_expelled: Callable[[], None] = self._abort_collectives  # this life is no member any more; on the control thread
+        self._writer = RankWriter(self._open_store, device, events)
         self.victim = Victim(worker_id, events, control.fault_word, lambda: "step {}, {}".format(*control.where))
         control.on_record, control.on_fenced = self._on_record, self._fenced
         control.on_order, control.on_phase = self.victim.obey, self.victim.enter
@@ -243,6 +246,7 @@ class Worker:
             self._state = WholeState(engine, critic, version)
         else:
             self._state = Island(engine, version, self.config, source.describe(self.config.model))
+        self._state.before_change = self._settle_save
         if kept:
             self._state.load_scalars(kept.scalars)
             for name, tensor in self._state.tensors(frozen=True).items():
@@ -459,6 +463,7 @@ class Worker:
 
     def keep_reference(self) -> None:
         """The current weights become the reference model."""
+        self._settle_save()
         self.engine.keep_reference()
 
     def offload_to_cpu(self, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
@@ -475,6 +480,7 @@ class Worker:
     def _offload(self, engine: Engine, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
         if self._transaction is not None:
             self._transaction.settle()
+        self._settle_save()
         return engine.offload_to_cpu(parameters, gradients, optimizer)
 
     def _work_with(self, role: Role) -> Engine:
@@ -492,37 +498,38 @@ class Worker:
         """(version, hash of every tensor and scalar of this rank's state; of an island, of what it has in common with the others)."""
         return self.state.version, self.state.hash()
 
-    def save_shard(self, folder: Path) -> sharded.Shard:
-        """Write this rank's state, and the weights under HF names (first rank of the replica), into a checkpoint folder."""
-        rank = self.formation.rank
-        shard = sharded.save_rank(self.state.tensors(), self.state.scalars(), folder, rank, self.layout)
-        with self.state.global_weights():
-            sharded.save_hf(self.engine.export_hf(), self._source.hf_config, self.tokenizer, folder / "hf", write=rank == 0)
-            if self.state.critic and self._critic_source:
-                described = self._critic_source.critic_config()
-                sharded.save_hf(self.state.critic.export_hf(), described, self.tokenizer, folder / "critic", write=rank == 0)
-            if self.config.lora.rank:
-                adapter.save(self.engine.export_adapter(), self.config, self._source, folder / "adapter", write=rank == 0)
-        return shard
+    def save_shard(self, ticket: Ticket) -> None:
+        """Begin to save this rank's share of step ``ticket.step``; the rest happens in the background (``RankWriter``)."""
+        state, replica = self.state, self.formation.replica
+        if state.version != ticket.step:
+            raise WorkerFailed(f"worker {self.worker_id} is at step {state.version}, step {ticket.step} was to be saved")
+        parts = {"model": state.scalars()} if not state.island else {"model": {}, f"island-{replica}": state.scalars()}
+        self._writer.begin(ticket, self.formation.rank, state.logical(replica), parts, rng.capture(self.device))
 
-    def save_island(self, folder: Path) -> sharded.Shard:
-        """Write what this rank has beside the other replicas' ranks of its position (semi-synchronous training)."""
-        own = island_folder(folder, self.formation.replica)
-        shard = sharded.save_rank(self.state.tensors(), self.state.scalars(), own, self.formation.rank, self.layout)
-        return sharded.Shard(shard.rank, {(own.relative_to(folder) / path).as_posix(): entry for path, entry in shard.files.items()})
+    def _settle_save(self) -> None:
+        """Wait until no save reads the state any more."""
+        waited = self._writer.settle(self.config.checkpoint.timeout_s)
+        if waited > 0.001:
+            self.events.emit("save_awaited", seconds=waited)
 
-    def load_shard(self, folder: Path, version: int, reference: bool) -> None:
-        """Restore this rank from a checkpoint folder of the same layout inside a replica; an island from its own part, if that is there,
-        else as the island whose replica wrote the checkpoint."""
+    def load_shard(self, address: str, version: int, reference: bool) -> None:
+        """Restore this rank from a checkpoint of any layout; an island from its own part, if that is there, else from another's."""
+        folder = place(address)
         if reference:
-            self.engine.keep_reference()
+            self.keep_reference()
+        index, rank, replica = Index(folder), self.formation.rank, self.formation.replica
+        alike = manifest.read_manifest(folder).layout == saving.inner_layout(self.layout)
         self.state.version = None
-        own = island_folder(folder, self.formation.replica)
-        source_folder = own if self.state.island and own.is_dir() else folder
-        self.state.load_scalars(sharded.load_rank(self.state.tensors(), source_folder, self.formation.rank, self.layout))
+        named = {f"island-{replica}": index.island(replica)} if self.state.island else {}
+        scalars = index.scalars_of(named.get(f"island-{replica}", "model"))[rank if alike else 0]
+        self.state.load_scalars(scalars if alike else _with_digests_of(self.state.scalars(), scalars))
+        for part, logical in self.state.logical(replica).items():
+            sharded.load_part(index, named.get(part, part), logical)
         self.state.restore()
         self.state.version = version
-        self.events.emit("load", step=version, path=str(source_folder))
+        rng.restore(sharded.rng_states(index, replica, rank), self.device)
+        self.events.emit("load", step=version, path=address)
+
 
     def memory_bytes(self) -> int:
         """Device memory in use (CUDA), or resident memory of the process (CPU)."""
@@ -582,3 +589,10 @@ def _seed(seed: int, step: int, slot: int, dp: int) -> int:
     """RNG seed of a micro-batch: whoever computes it, in whatever attempt, draws the same numbers (rule 15)."""
     digest = hashlib.blake2b(f"{seed}/{step}/{slot}/{dp}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def _with_digests_of(mine: dict[str, Any], scalars: dict[str, Any]) -> dict[str, Any]:
+    """``scalars`` of a rank of another layout: the digests of what LoRA froze are of that rank's cut, so this one's own stand in."""
+    changed = {name: mine[name] for name in scalars if name == "frozen_digest" and name in mine}
+    inner = {name: _with_digests_of(mine[name], value) for name, value in scalars.items() if isinstance(value, dict) and name in mine}
+    return scalars | changed | inner

@@ -94,6 +94,7 @@ UNITS = {
     "train.tokens_per_micro_batch": "tokens per forward pass",
     "train.verify_every": "commits",
     "checkpoint.keep_last": "checkpoints",
+    "checkpoint.keep_every": "steps",
     "telemetry.show_completions": "completions",
     "local.port": "port number",
     "telemetry.dashboard_port": "port number",

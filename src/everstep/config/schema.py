@@ -304,7 +304,43 @@ class CheckpointConfig(Section):
         ge=1,
         description="Complete checkpoints kept; older ones are deleted after a newer one is complete.",
     )
+    keep_every: int = Field(
+        0,
+        ge=0,
+        description="Steps: checkpoints whose step this divides are kept for good. 0: none are.",
+    )
     at_end: bool = Field(True, description="Save when the run ends.")
+    path: str | None = Field(
+        None,
+        description="Where checkpoints go, as an address that fsspec knows: a folder, `s3://BUCKET/FOLDER` (extra `s3`) or "
+        "`gs://BUCKET/FOLDER` (extra `gcs`); each run needs one of its own. Credentials and endpoints come from where those libraries look "
+        "for them, the environment for example. null: run_dir/checkpoints.",
+    )
+    asynchronous: bool = Field(
+        True,
+        description="Copy the state to host memory while the next step computes, and write it in the background. false: training waits "
+        "until the checkpoint is complete.",
+    )
+    hf: bool = Field(
+        True,
+        description="Each checkpoint also has the model as transformers loads it (`hf/`; with LoRA, `adapter/` too), which the lead "
+        "writes in the background from what the ranks wrote. false: `everstep export` makes it when it is wanted.",
+    )
+    on_failure: Literal["continue", "stop"] = Field(
+        "continue",
+        description="When a checkpoint could not be written: `continue` training, and try again with pauses that grow from 1 s to 10 "
+        "minutes; or `stop` the run, resumable. The checkpoint at the end of a run must succeed in any case.",
+    )
+    retry_s: float = Field(
+        60.0,
+        ge=0,
+        description="Seconds for which a rank, or the lead, tries again what storage refused, before the checkpoint counts as failed.",
+    )
+    timeout_s: float = Field(
+        1800.0,
+        gt=0,
+        description="Seconds in which all ranks must have written their share, or the checkpoint counts as failed.",
+    )
     keep_best: bool = Field(
         False,
         description="Save after each evaluation that is better than all before it (RL: accuracy; SFT: loss), and keep that checkpoint, which "

@@ -19,7 +19,8 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from everstep.engine.hf import Piece
-from everstep.engine.model import rank_parameters
+from everstep.engine.logical import LogicalState, Place, logical_state
+from everstep.engine.model import Architecture, rank_parameters
 from everstep.engine.offload import HostCopy, host_bytes
 from everstep.errors import EverstepError
 
@@ -32,6 +33,7 @@ class Slot:
     stepped: Tensor
     has_master: bool
     adam: dict[str, Any]  # exp_avg, exp_avg_sq, step
+    start: int = 0  # its first element in the flattened parameter
 
 
 def parameter_names(chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Parameter, str]:
@@ -53,7 +55,8 @@ def adam_slots(chunks: list[DistributedDataParallel], optimizer: Any) -> list[Sl
 
 def _slots_of(inner: Any, names: Mapping[torch.nn.Parameter, str]) -> dict[str, Slot]:
     pairs: list[tuple[torch.nn.Parameter, Tensor, bool]] = []
-    if hasattr(inner, "shard_fp32_from_float16_groups"):  # distributed
+    distributed = hasattr(inner, "shard_fp32_from_float16_groups")
+    if distributed:
         for params, shards, master in (
             (inner.model_float16_groups, inner.shard_fp32_from_float16_groups, True),
             (inner.model_fp32_groups, inner.shard_fp32_groups, False),
@@ -78,7 +81,8 @@ def _slots_of(inner: Any, names: Mapping[torch.nn.Parameter, str]) -> dict[str, 
             adam["step"] = torch.zeros((), dtype=torch.float32, device=where)
             adam["exp_avg"] = torch.zeros_like(stepped, memory_format=torch.preserve_format)
             adam["exp_avg_sq"] = torch.zeros_like(stepped, memory_format=torch.preserve_format)
-        slots[names[parameter]] = Slot(names[parameter], stepped, master, adam)
+        start = inner._get_model_param_range_map(parameter)["param"].start if distributed else 0
+        slots[names[parameter]] = Slot(names[parameter], stepped, master, adam, start)
     return slots
 
 
@@ -257,6 +261,29 @@ def state_views(
     for moment in ("exp_avg", "exp_avg_sq"):
         views |= {f"{moment}/{s.name}": s.adam[moment] for s in slots}
     return views | {f"reference/{name}": tensor for name, tensor in reference.items()}
+
+
+def logical(
+    views: Mapping[str, Tensor], trained: Sequence[str], slots: Sequence[Slot], table: list[Piece], adapters: list[Piece],
+    arch: Architecture, sharded: bool,
+) -> LogicalState:  # fmt: skip
+    """``views``, named as in ``state_views`` and without what LoRA freezes, as rectangles of logical tensors. ``trained``: the kinds of
+    views that every trained parameter has; a reference model is seen by itself."""
+    adapted = {piece.local for piece in adapters}
+    reference = any(name.startswith("reference/") for name in views)
+
+    def kinds(piece: Piece) -> list[str]:
+        its_own = not adapters or piece.local in adapted
+        trains = its_own or piece.names[0].startswith("score.")  # a value head, which is trained beside adapters
+        return [*(trained if trains else []), *(["reference"] if reference and its_own else [])]
+
+    place = Place(
+        mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank(),
+        mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank(),
+        (mpu.get_data_parallel_world_size(with_context_parallel=True), mpu.get_data_parallel_rank(with_context_parallel=True)),
+        (mpu.get_expert_data_parallel_world_size(), mpu.get_expert_data_parallel_rank()),
+    )  # fmt: skip
+    return logical_state(views, slots, table + adapters, kinds, arch, sharded, place)
 
 
 def adam_step(slots: list[Slot]) -> int:

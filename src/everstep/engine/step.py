@@ -5,7 +5,7 @@
 The engine knows nothing of replicas, epochs or commits. Nothing is averaged here: gradients, losses and metrics are
 sums, and the divisor arrives with ``apply``. Legend: B samples, T token columns.
 
-All methods but ``state``, ``state_scalars``, ``load_scalars``, ``state_hash``, ``offload_to_cpu``, ``backload_to_gpu`` and
+All methods but ``state``, ``logical_state``, ``state_scalars``, ``load_scalars``, ``state_hash``, ``offload_to_cpu``, ``backload_to_gpu`` and
 ``close`` are collective over the replica. A collective that fails because a peer is gone raises ReplicaBroken; the caller then closes the engine.
 Waits inside Megatron end with the timeout of the process groups, or when a neighbour closes its sockets.
 """
@@ -32,6 +32,7 @@ from everstep.engine import state as rank_state
 from everstep.engine.arrange import Grid, Packed
 from everstep.engine.columns import Columns
 from everstep.engine.determinism import set_determinism
+from everstep.engine.logical import LogicalState
 from everstep.engine.loss import LossFn, pack_sums
 from everstep.engine.model import (
     build_chunks,
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
 
 #: What a method that ``_inside`` wraps needs on the device; those not named need everything.
 _NEEDS: dict[str, tuple[Part, ...]] = {
@@ -449,9 +449,14 @@ class Engine:
             views = rank_state.state_views(self._ddps, self._slots, kept, frozen)
             return {name: self._residence.view(tensor) for name, tensor in views.items()}
 
+    def logical_state(self, views: Mapping[str, Tensor] | None = None, kinds: Sequence[str] | None = None) -> LogicalState:
+        """``views`` (None: ``state(frozen=False)``) as parts of whole tensors. ``kinds``: those that every trained parameter has."""
+        views, kinds = views or self.state(frozen=False), kinds or ["param", *["master"] * self._megatron.bf16, "exp_avg", "exp_avg_sq"]
+        made_of = self._slots, self._table, self._adapters, self.arch, self.config.engine.distributed_optimizer
+        return rank_state.logical(views, kinds, *made_of)
+
     def state_scalars(self) -> dict[str, Any]:
-        """What of the state is no tensor: ``adam_step``, whether there is a reference model, and, with LoRA, its scale and
-        the digest of the frozen weights."""
+        """What is no tensor: ``adam_step``, whether there is a reference model; with LoRA its scale and the frozen weights' digest."""
         self._must_be_open()
         scalars: dict[str, Any] = {"adam_step": rank_state.adam_step(self._slots), "has_reference": self._reference is not None}
         if self._adapters:
@@ -505,18 +510,15 @@ class Engine:
     def abort(self) -> None:
         """For another thread, once a peer is dead: end the collectives in which the engine's thread waits.
 
-        The waiting method raises ReplicaBroken, and ``close`` is then safe. Only NCCL needs and has this; on gloo a
-        wait ends when the neighbours close their sockets.
-        """
+        The waiting method raises ReplicaBroken, and ``close`` is then safe. Only NCCL needs this; gloo ends when sockets close."""
         self._aborted = True
         groups.abort_groups()
 
     def close(self) -> None:
         """Drop the model and every process group of the replica, its world included. Idempotent; talks to nobody.
 
-        On gloo this closes the sockets, which is how ranks that still wait for this one learn that it left. Views
-        from ``state()`` and ``gradients()`` keep their memory, not the groups. An engine ``beside`` another one leaves the groups
-        to that one.
+        On gloo this closes the sockets, which is how ranks that still wait for this one learn that it left. Views from ``state()`` and
+        ``gradients()`` keep their memory, not the groups. An engine ``beside`` another one leaves the groups to that one.
         """
         if self._closed:
             return

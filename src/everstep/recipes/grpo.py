@@ -25,6 +25,7 @@ from everstep.rl.execute import Context, execute, named
 from everstep.rl.record import IterationRecord, IterationRecords, settings_digest
 from everstep.rl.rewards import Reward, resolve, score
 from everstep.rl.rollout import Sampling, repeat_prompts
+from everstep.run_dir import checkpoints_of
 from everstep.telemetry.console import Completion
 
 #: Metrics of the standard stages' seconds (verl's names); those of others are ``stage_s/NAME``.
@@ -36,7 +37,7 @@ def train(run: Run) -> None:
     config, group, rl = run.config, run.group, run.config.rl
     reward = resolve(config.reward, config.data.source, config.data.source_args)
     stages, sizes = pipeline.resolve(config), derive.sizes(config)
-    records = IterationRecords(run.folder / "iterations", run.folder / "checkpoints")
+    records = IterationRecords(run.folder / "iterations", checkpoints_of(config))
     prompts = SampleStream(len(run.data.train), config.seed, config.data.shuffle)
     iteration, has_reference, kl_coef = 0, False, rl.kl_coef  # iteration: those that are complete
     began_at = group.committed_step  # where the one in progress began

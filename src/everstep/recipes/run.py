@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint import manifest
-from everstep.checkpoint.storage import local_folder
+from everstep.checkpoint.storage import CheckpointError, local_folder
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.group import Group, StepResult
 from everstep.config import derive
@@ -40,8 +40,10 @@ class Run:
     def __post_init__(self) -> None:
         self.best: float | None = self.state.get("best")
         self._saved_step = self._verified_step = self.group.committed_step  # of the checkpoint that the run resumed from
+        self._ended_step = self.group.committed_step
         if marked := self.group.bookmarked:
-            self._saved_step, self._verified_step, self.summary = marked["saved"], marked["verified"], dict(marked["summary"])
+            self._saved_step, self._ended_step, self._verified_step = marked["saved"], marked["ended"], marked["verified"]
+            self.summary = dict(marked["summary"])
         self._dispatched = (0, 0.0)
 
     @property
@@ -98,13 +100,36 @@ class Run:
     def save_if_due(self, state: Callable[[], dict[str, Any]], last: bool = False) -> None:
         """Checkpoint after every ``checkpoint.every_steps`` committed steps, and at the end (``checkpoint.at_end``). Called where the
         recipe, begun with ``state``, would go on: a replica that joins begins there."""
-        step, every = self.group.committed_step, self.config.checkpoint.every_steps
-        due = (every > 0 and step - self._saved_step >= every) or (last and self.config.checkpoint.at_end)
-        if due and step != self._saved_step:
-            path = self.group.save(state())
-            self._saved_step = step
-            self.note(f"saved {path}")
-        self.group.mark({"recipe": state(), "saved": self._saved_step, "verified": self._verified_step, "summary": self.summary})
+        step, checkpoint = self.group.committed_step, self.config.checkpoint
+        if last and checkpoint.at_end:
+            if step != self._ended_step:
+                self.group.save(state())
+                self._saved_step = self._ended_step = step
+        elif checkpoint.every_steps and self.group.save_wanted(due=step - self._saved_step >= checkpoint.every_steps):
+            self._save(state, wait=not checkpoint.asynchronous)
+        self._tell_saves()
+        self.group.mark({"recipe": state(), "saved": self._saved_step, "ended": self._ended_step, "verified": self._verified_step,
+                         "summary": self.summary})
+
+    def _save(self, state: Callable[[], dict[str, Any]], wait: bool) -> Path | None:
+        """None if it is on its way, or failed and training is to go on."""
+        try:
+            path = self.group.save(state(), wait)
+        except CheckpointError:
+            if self.config.checkpoint.on_failure == "stop":
+                raise
+            return None
+        self._saved_step = self.group.committed_step
+        return path
+
+    def finish_saves(self) -> None:
+        """The recipe is done: wait for the checkpoint that is still on its way. Raises CheckpointError."""
+        self.group.finish_saves()
+        self._tell_saves()
+
+    def _tell_saves(self) -> None:
+        for line in self.group.told_of_saves():
+            self.note(line)
 
     def save_if_best(self, value: float, state: Callable[[], dict[str, Any]]) -> None:
         """``checkpoint.keep_best``: a checkpoint of this moment, kept, if ``value`` (the higher the better) is above all before it.
@@ -114,11 +139,11 @@ class Run:
         self.best = value
         if not self.config.checkpoint.keep_best:
             return
-        path = self.group.save(state())
-        self._saved_step = self.group.committed_step
-        if self.group.is_lead:
-            manifest.set_pointer(path, manifest.BEST)
-        self.note(f"saved {path}, the best so far")
+        path = self._save(state, wait=True)
+        if path is not None:
+            if self.group.is_lead:
+                manifest.set_pointer(path, manifest.BEST)
+            self.note(f"saved {path}, the best so far")
 
     def _dispatch_metrics(self) -> dict[str, float]:
         """What the worker calls since the last line of metrics cost beside the workers' own time."""

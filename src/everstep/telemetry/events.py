@@ -220,10 +220,15 @@ EVENTS: dict[str, EventKind] = {
     # disk
     "save": _kind(
         "lead",
-        "A checkpoint is complete and its pointer names it.",
+        "A checkpoint is complete and its pointer names it; `seconds` since it began, `blocked_s`: training waited for that.",
         "path checkpoint_bytes seconds",
         step=True,
     ),
+    "save_begin": _kind("lead", "All `ranks` have begun to save their share of the step; training goes on.", "path ranks seconds", step=True),
+    "save_postponed": _kind("lead", "A checkpoint is due, but the one before it is not complete yet.", step=True),
+    "save_awaited": _kind("rank", "A rank waited with a change of its state until the copy for a checkpoint was made.", "seconds"),
+    "save_retried": _kind("both", "Storage refused something; it is tried again (checkpoint.retry_s). `rank` -1: the lead.", "rank cause", step=True),
+    "save_failed": _kind("lead", "A checkpoint was given up; training goes on and another is tried `again_in_s` later.", "cause again_in_s", step=True),
     "load": _kind("both", "State was read from a checkpoint.", "path", step=True),
     "delete": _kind("lead", "An older checkpoint was removed.", "path"),
     # trouble that is no fault of a rank

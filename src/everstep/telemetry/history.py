@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 from everstep.checkpoint import manifest
+from everstep.run_dir import checkpoints_in
 from everstep.telemetry.events import Epoch, Event, epoch_key, of_kind, read_history
 from everstep.telemetry.recoveries import account
 from everstep.telemetry.rollout_history import stale_serving
@@ -344,8 +345,8 @@ def _dealt_to(slot: int, dealt: list[int]) -> int:
 
 def checkpoints_complete(record: Record) -> tuple[str, bool]:
     saves = record.kind("save")
-    folder = record.folder / "checkpoints"
-    named = manifest.pointed_at(folder) if folder.is_dir() else None
+    folder = checkpoints_in(record.folder)
+    named = manifest.pointed_at(folder)
     if saves and named is None:
         raise Broken(f"{len(saves)} checkpoints were saved, but {folder}/latest names none")
     if named is None:

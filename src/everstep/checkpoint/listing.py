@@ -1,0 +1,87 @@
+"""``everstep checkpoints``: what checkpoints a run has, whether they are whole, and which are kept no longer."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from everstep.checkpoint import manifest
+from everstep.checkpoint.storage import is_local, place, storage_errors
+from everstep.config.load import load_config
+from everstep.errors import BadInput
+from everstep.run_dir import checkpoints_in
+
+#: What lies there without a manifest and has not changed for so long belongs to no save any more.
+FORGOTTEN_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One folder named step-N. ``trouble``: why it cannot be used; None if it can."""
+
+    folder: Path
+    step: int
+    nbytes: int
+    made: float | None  # seconds since 1970
+    layout: str
+    is_latest: bool
+    trouble: str | None
+
+
+def find(where: str) -> Path:
+    """The folder with the checkpoints of ``where``: a run folder, or that folder itself. BadInput if there is nothing."""
+    at = place(where)
+    if is_local(at) and (at / "configs").is_dir():
+        return checkpoints_in(at)
+    if is_local(at) and (at / "checkpoints").is_dir():
+        return at / "checkpoints"
+    if not manifest.checkpoint_folders(at):
+        raise BadInput(f"{where}: neither a run folder nor one with checkpoints (step-N)")
+    return at
+
+
+def rows(checkpoints: Path, verify: bool) -> list[Row]:
+    """Newest first. ``verify``: every byte is read and its checksum compared; else only names and sizes."""
+    latest = manifest.pointed_at(checkpoints)
+    found = []
+    for folder in manifest.checkpoint_folders(checkpoints):
+        trouble = manifest.damage(folder) if verify else manifest.incomplete(folder)
+        nbytes, made, layout = 0, None, ""
+        try:
+            said = manifest.read_manifest(folder)
+            sizes = [f"{name} {size}" for name, size in said.layout.items() if size != 1]
+            nbytes, made, layout = said.nbytes, said.wall_time, ", ".join([*sizes, f"{said.details.get('replicas', '?')} replicas"])
+        except BadInput:
+            pass  # it is the trouble
+        step = manifest.step_of(folder)
+        assert step is not None
+        found.append(Row(folder, step, nbytes, made, layout, latest is not None and folder.name == latest.name, trouble))
+    return found
+
+
+def table(found: list[Row], verified: bool) -> Table:
+    from everstep.plan import size_text
+
+    shown = Table("checkpoint", "made", "size", "saved with", "verified" if verified else "complete")
+    for row in found:
+        made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.made)) if row.made else ""
+        shown.add_row(row.folder.name + (" (latest)" if row.is_latest else ""), made, size_text(row.nbytes), row.layout, row.trouble or "yes")
+    return shown
+
+
+def prune(where: str, checkpoints: Path, keep_last: int | None, keep_every: int | None) -> list[Path]:
+    """Apply retention now; None: as the run was configured. Also deletes what saves left that died over an hour ago."""
+    resolved = place(where) / "configs" / "resolved.yaml"
+    if keep_last is None or keep_every is None:
+        if not is_local(resolved) or not resolved.is_file():
+            raise BadInput(f"{where}: no run folder, which would say how many to keep; give --keep-last and --keep-every")
+        configured = load_config(resolved).checkpoint
+        keep_last = configured.keep_last if keep_last is None else keep_last
+        keep_every = configured.keep_every if keep_every is None else keep_every
+    if keep_last < 1:
+        raise BadInput(f"--keep-last is {keep_last}; it must be at least 1")
+    with storage_errors("pruning", checkpoints):
+        return [*manifest.retire(checkpoints, keep_last, keep_every), *manifest.sweep(checkpoints, FORGOTTEN_S)]

@@ -3,16 +3,19 @@
     python -m benchmarks.recovery                        what the machine allows: GPUs if there are any, else the CPU
     python -m benchmarks.recovery --quick                CPU, a small model, under 10 minutes on 2 cores
     python -m benchmarks.recovery --tp 2 --replicas 2 --spares 0
+    python -m benchmarks.recovery --forked               CPU, children of this process in the place of Ray: seconds instead of minutes
     python -m benchmarks.recovery --overhead 3           nothing is killed: steps with recovery against recovery.enabled=false
 
 Prints a table and writes everything to ``--out`` (JSON), with machine, versions and command. The clock starts when the signal is
 sent. A kill in reduce counts only if the log shows a survivor whose gradient collectives were issued and not complete at that
-moment; others are listed as missed. p99 is by nearest rank: with fewer than 100 kills it is the maximum.
+moment; others are listed as missed. Below the table: of what the time to full strength is made (everstep.telemetry.strength). p99 is by nearest rank: with fewer than 100 kills it is the maximum.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import itertools
 import json
 import math
@@ -29,8 +32,12 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from everstep.cluster.forked import ForkedHost
+from everstep.config.load import load_config
+from everstep.driver import run as run_recipe
 from everstep.telemetry.events import Event, epoch_key, of_kind, read_events, seconds_between
 from everstep.telemetry.recoveries import recoveries, survivor_inside
+from everstep.telemetry.strength import PARTS, parts_of_recoveries
 
 ROOT = Path(__file__).parents[1]
 SHAPES = ROOT / "benchmarks" / "shapes"
@@ -74,9 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report["overhead"] = pairs
         _print_overhead(pairs)
     else:
-        kills, failures = _kills(args, device, folder)
+        kills, parts, failures = _kills(args, device, folder)
         report["kills"] = [asdict(k) for k in kills]
         report["summary"] = _print_kills(kills)
+        report["full_strength"] = _print_parts(parts)
         report["failures"] = failures
         for failure in failures:
             print(failure)
@@ -93,6 +101,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a small model, few kills")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--shape", help="folder under benchmarks/shapes (default: qwen3-0.6b on GPUs, else qwen3-small)")
+    parser.add_argument("--forked", action="store_true", help="workers are forked children of this process; CPU only")
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--spares", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
@@ -128,7 +137,11 @@ def _base(args: argparse.Namespace, device: str) -> list[str]:
     ]
 
 
-def _train(overrides: Sequence[str], folder: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def _train(overrides: Sequence[str], folder: Path, env: dict[str, str], forked: bool = False) -> subprocess.CompletedProcess[str]:
+    if forked:
+        config = load_config(str(ROOT / "examples" / "sft_text.yaml"), [*overrides, "telemetry.progress=none", f"run_dir={folder}"])
+        with contextlib.redirect_stdout(io.StringIO()):
+            return subprocess.CompletedProcess([], run_recipe(config, clean=True, host=ForkedHost), "", "")
     command = [sys.executable, "-m", "everstep", "train", str(ROOT / "examples" / "sft_text.yaml"), *overrides, f"run_dir={folder}", "--clean"]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
@@ -136,11 +149,12 @@ def _train(overrides: Sequence[str], folder: Path, env: dict[str, str]) -> subpr
     )
 
 
-def _kills(args: argparse.Namespace, device: str, folder: Path) -> tuple[list[Kill], list[str]]:
+def _kills(args: argparse.Namespace, device: str, folder: Path) -> tuple[list[Kill], list[dict[str, float]], list[str]]:
     phases = args.phases.split(",")
     per_run = args.replicas - 1 + args.spares // args.tp
     apart = 15 if device == "cuda" else 40  # steps, for a spare to be formed and healed in between
     kills: list[Kill] = []
+    parts: list[dict[str, float]] = []
     failures: list[str] = []
     for run in range(math.ceil(args.kills / per_run)):
         faults = []
@@ -151,13 +165,15 @@ def _kills(args: argparse.Namespace, device: str, folder: Path) -> tuple[list[Ki
         steps = WARM_STEPS + 3 + apart * (per_run - 1) + 6
         env = {"CUDA_DEVICE_MAX_CONNECTIONS": str(args.max_connections)} if args.max_connections else {}
         start = time.monotonic()
-        done = _train([*_base(args, device), f"sft.steps={steps}", f"faults=[{', '.join(faults)}]"], folder / f"run-{run}", env)
+        done = _train([*_base(args, device), f"sft.steps={steps}", f"faults=[{', '.join(faults)}]"], folder / f"run-{run}", env, args.forked)
         print(f"run {run}: {time.monotonic() - start:.0f} s, exit code {done.returncode}", flush=True)
         if done.returncode:
             failures.append(f"run {run} ended with exit code {done.returncode}: {(done.stderr or done.stdout).strip().splitlines()[-1:]}")
             continue
-        kills += _read(run, read_events(folder / f"run-{run}" / "events"))
-    return kills, failures
+        events = read_events(folder / f"run-{run}" / "events")
+        kills += _read(run, events)
+        parts += parts_of_recoveries(events)
+    return kills, parts, failures
 
 
 def _read(run: int, events: list[Event]) -> list[Kill]:
@@ -230,6 +246,14 @@ def _print_kills(kills: list[Kill]) -> list[dict[str, object]]:
     ordinary = statistics.median(k.step_s for k in kills) if kills else float("nan")
     print(f"ordinary step {ordinary:.3f} s; slots salvaged a kill: {sorted(k.slots_salvaged for k in kills if k.inside)}; {missed} kills missed their phase")
     return rows
+
+
+def _print_parts(parts: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Medians and greatest values; of deaths whose replica came back with nothing else dying meanwhile."""
+    stats = {name: _stats([p[name] for p in parts]) for name in (*PARTS, "total")}
+    if parts:
+        print(f"to full strength, {len(parts)} times: " + ", ".join(f"{name} {s['p50']:.3f} s (max {s['max']:.3f})" for name, s in stats.items()))
+    return stats
 
 
 def _stats(values: list[float]) -> dict[str, float]:

@@ -1,10 +1,15 @@
-"""What tests share: one Ray instance for all of them."""
+"""What tests share: one Ray instance for all of them, and models with dropout."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +22,14 @@ def ray_cluster():
              object_store_memory=256 << 20, _node_ip_address="127.0.0.1")
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    """The examples' tiny models, with dropout in their attention: the one without experts, and beside it the one with."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("tiny-qwen3", "tiny-qwen3-moe"):
+        shutil.copytree(ROOT / "examples" / "models" / name, folder / name)
+        described = json.loads((folder / name / "config.json").read_text())
+        (folder / name / "config.json").write_text(json.dumps(described | {"attention_dropout": 0.1}))
+    return folder / "tiny-qwen3"

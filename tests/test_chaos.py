@@ -72,7 +72,7 @@ def test_possible_faults_of_every_kind_and_phase_pass(tmp_path):
 
 def test_stages_that_only_some_recipes_have_are_struck_there(tmp_path):
     conf = config(DEMO, tmp_path, "layout.replicas=3", "layout.spares=4", "rl.iterations=20", "warmup.steps=10", "warmup.samples_per_step=384", *PPO)
-    planned = [fault for seed in range(40) for fault in with_schedule(conf, seed, 0.8, KINDS, reckless=False).faults]
+    planned = [fault for seed in range(8) for fault in with_schedule(conf, seed, 2.0, KINDS, reckless=True).faults]
     assert {f.phase for f in planned} >= STAGES
     firsts = {11 + 4 * n for n in range(20)}  # two passes of the actor, two of the critic
     assert all(f.step in firsts for f in planned if f.phase in STAGES)

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -89,17 +87,6 @@ class Schedule:
 
     def __str__(self) -> str:
         return "-then-".join([*map(str, self.rows)]) + f"-{self.shape or 'dp1'}-{self.spares}spares"
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory) -> Path:
-    """The examples' tiny models, with dropout in their attention: the one without experts, and beside it the one with."""
-    folder = tmp_path_factory.mktemp("models")
-    for name in ("tiny-qwen3", "tiny-qwen3-moe"):
-        shutil.copytree(ROOT / "examples" / "models" / name, folder / name)
-        described = json.loads((folder / name / "config.json").read_text())
-        (folder / name / "config.json").write_text(json.dumps(described | {"attention_dropout": 0.1}))
-    return folder / "tiny-qwen3"
 
 
 def path_of(model: Path, shape: str) -> str:

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.runs import SFT, config
 
 from everstep.checkpoint import manifest
+from everstep.config.load import save as save_config
+from everstep.recipes.schedule import learning_rate
 from everstep.telemetry.history import INVARIANTS, check
 from support.checkpoints import entries_of
 
@@ -39,6 +42,13 @@ def run(tmp_path):
     partial = manifest.begin(tmp_path / "checkpoints", 12)
     (partial / "state" / "rank-000.safetensors").write_bytes(os.urandom(2000))
     manifest.publish(partial, 12, {}, {"step": 12}, entries_of(partial))
+    conf = config(SFT, tmp_path, "sft.steps=12", "sft.samples_per_step=8", "layout.replicas=2", "layout.spares=1")
+    (tmp_path / "configs").mkdir()
+    save_config(conf, tmp_path / "configs" / "resolved.yaml")
+    lead = tmp_path / "events" / "lead.jsonl"  # recorded before learning rates were
+    rows = [json.loads(line) for line in lead.read_text().splitlines()]
+    rows = [row | ({"lr": learning_rate(conf.optimizer, row["step"], 12)} if row["event"] == "begin" else {}) for row in rows]
+    lead.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "events" / "e0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in engine_rows()))
     return tmp_path
 
@@ -133,6 +143,10 @@ CORRUPTIONS: list[tuple[str, Callable[[Rows], None], set[int]]] = [
     ("work done twice in one epoch", twice("w0", "compute", 6), {9}),
     ("slots of a living replica were salvaged", put("w0", "compute", 2, slots=[0, 1, 2, 3], salvage=True), {9}),
     ("slots were computed that were dealt to another", put("w0", "compute", 2, slots=[1, 3]), {9}),
+    ("a step is applied to the state of another", drop("w0", "apply", 6), {11}),
+    ("a step is computed with the state of another", lambda rows: pick(rows, "w0", "compute", 6).update(step=8), {11}),
+    ("a step has less than its replicas make", lambda rows: pick(rows, "lead", "begin", 5)["samples"].pop(), {12}),
+    ("a step has another learning rate", put("lead", "begin", 5, lr=1.0), {12}),
     ("slots were salvaged before their owner died", lambda rows: pick(rows, "lead", "death").update(step=4), {9}),
 ]
 

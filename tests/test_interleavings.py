@@ -13,6 +13,7 @@ import torch
 from tests.support.interleaving import (
     Action,
     MemoryControl,
+    MemoryHealing,
     MemoryWorld,
     Mode,
     Rank,
@@ -27,8 +28,8 @@ from everstep.recovery import coordinator as coordinator_module
 from everstep.recovery import transaction as transaction_module
 from everstep.recovery.coordinator import Build, Coordinator
 from everstep.recovery.ledger import Ledger, SlotLedger, SumLedger
-from everstep.recovery.transaction import Transaction
-from everstep.recovery.view import Deal, Kind, View
+from everstep.recovery.transaction import Kept, Transaction
+from everstep.recovery.view import Deal, Kind, View, Vote
 
 SETTINGS = {
     "two deaths": Setting(),
@@ -47,6 +48,9 @@ SETTINGS = {
     "nobody dies": Setting(kills=0),
     "a slot that kills": Setting(kills=0, replicas=4, poison=(2, 3)),
     "a slot that kills, exact, two ranks": Setting(kills=0, ranks=2, spares=1, poison=(2, 3), exact=True),
+    "heals go on for long": Setting(replicas=3, spares=3, steps=6, kills=3, backlog=4),
+    "heals are waited for": Setting(spares=2, steps=4, backlog=0),
+    "heals go on for long, two ranks": Setting(replicas=2, ranks=2, spares=3, steps=5, kills=2, backlog=4),
     "a slot that kills, retry": Setting(kills=0, poison=(1, 0), mode=Mode.RETRY),
 }
 FEW, MANY = 25, 600
@@ -276,12 +280,40 @@ def take_all_that_is_missing(patch) -> None:
 def join_without_healing(patch) -> None:
     """Rules 10 and 19: a joiner is believed to hold the version."""
 
-    def pretend(self, view: View, stale) -> None:
+    def pretend(self, work, view: View, one, stale) -> None:
         self._state.version = view.committed
         if not len(self._state.weights):
             self._state.weights = torch.zeros(5)
 
-    patch.setattr(Transaction, "_heal", pretend)
+    patch.setattr(Transaction, "_catch_up", pretend)
+
+
+def serve_the_living_state(patch) -> None:
+    """Rule 19: what is not sent is not copied aside when the state changes."""
+    patch.setattr(MemoryHealing, "before_change", lambda self: None)
+
+
+def forget_what_was_kept(patch) -> None:
+    """Rule 19: totals that were committed during a heal are not applied after it."""
+    patch.setattr(Kept, "of", staticmethod(lambda work, outcome, total: Kept(work, transaction_module.Outcome.SKIP, total)))
+
+
+def contribute_before_being_whole(patch) -> None:
+    """Rule 19: a healing replica says that it holds the state."""
+    patch.setattr(transaction_module, "Vote", lambda *args: Vote(*args[:7], True, *args[8:]))
+
+
+def go_on_with_another_source(patch) -> None:
+    """Rule 19: what came of a heal whose source died is not thrown away, but taken for the new one's."""
+    join = MemoryHealing.join
+
+    def resumed(self, view, one):
+        arrived = self._stream.arrived if self._stream is not None else 0
+        join(self, view, one)
+        if self._stream is not None and arrived and self.rank.state.version is None:
+            self._stream.arrived = arrived
+
+    patch.setattr(MemoryHealing, "join", resumed)
 
 
 def obey_views_of_a_former_life(patch) -> None:
@@ -319,13 +351,22 @@ MUTATIONS = [
     (sum_in_place, Setting()),
     (take_all_that_is_missing, Setting()),
     (join_without_healing, Setting(steps=5)),
+    (serve_the_living_state, Setting(steps=5)),
+    (forget_what_was_kept, Setting(steps=5)),
+    (contribute_before_being_whole, Setting(steps=5)),
+    (go_on_with_another_source, Setting(steps=6, spares=2)),
     (obey_views_of_a_former_life, Setting(mode=Mode.WAIT, spares=2)),
     (leave_out_after_one_death, SETTINGS["a slot that kills"]),
     (count_what_was_dropped, SETTINGS["a slot that kills"]),
 ]
 
 
-@pytest.mark.parametrize(("mutation", "setting"), MUTATIONS, ids=[m.__name__ for m, _ in MUTATIONS])
+SLOW = {go_on_with_another_source}
+
+
+@pytest.mark.parametrize(
+    ("mutation", "setting"), [pytest.param(m, s, id=m.__name__, marks=[pytest.mark.full] if m in SLOW else []) for m, s in MUTATIONS]
+)
 def test_exploration_finds_a_rule_that_is_broken_on_purpose(mutation, setting, monkeypatch):
     mutation(monkeypatch)
     for seed in range(400):

@@ -82,7 +82,7 @@ def with_critic(config):
         ("pipeline=tests.test_pipeline:misnamed", "has no.*rewards|nothing called 'rewards'"),
         ("pipeline=tests.test_pipeline:no_pipeline", "returned a list"),
         ("pipeline=tests.test_pipeline:nothing", "nothing called 'nothing'"),
-        ("pipeline=tests.test_pipeline:with_critic", "recipe=grpo has none; use recipe=ppo"),
+        ("pipeline=tests.test_pipeline:with_critic", "more .critic.; recipe=grpo trains actor, in one update each"),
     ],
 )
 def test_a_users_pipeline_is_checked_before_anything_starts(override, says, tmp_path):

@@ -9,6 +9,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ import torch.distributed as dist
 from tests.support.processes import run_ranks
 
 from everstep.cluster.repair import Repair
-from everstep.config.schema import RecoveryConfig
-from everstep.errors import BadInput, DeadlineExceeded, LinkBroken, WorkerFailed
+from everstep.config.recovery_schema import RecoveryConfig
+from everstep.errors import BadInput, DeadlineExceeded, InvariantViolated, LinkBroken, WorkerFailed
 from everstep.recovery import heal
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.control import Control
@@ -28,7 +29,7 @@ from everstep.recovery.link import Link, Links
 from everstep.recovery.replica import ReplicaWorld
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.transaction import Transaction
-from everstep.recovery.view import Epoch, Kind, Member, Record, View
+from everstep.recovery.view import Epoch, Heal, Kind, Member, Record, View
 from everstep.telemetry.events import EventLog
 
 never = lambda: False
@@ -192,6 +193,10 @@ class Launcher:
     def announce(self, member):
         self.announced.append(member)
 
+    def retire(self, worker): ...
+
+    def replace(self, worker): ...
+
     def note(self, event, **fields): ...
 
 
@@ -259,15 +264,53 @@ class Numbers:
 
 def healed(source: Numbers, joiner: Numbers) -> heal.Healed:
     store = dist.HashStore()
+    snapshot = heal.Snapshot(source, 4)
     sender = threading.Thread(
-        target=lambda: heal.send(heal.HealStream("x", store, 10.0, never).serve("127.0.0.1"), source, 4), daemon=True
+        target=lambda: heal.send(heal.HealStream("x", store, 10.0, never).serve("127.0.0.1"), snapshot), daemon=True
     )
     sender.start()
     with heal.HealStream("x", store, 10.0, never) as stream:
-        result = heal.receive(stream.join(), joiner, 4)
+        tensors = heal.open_state(stream.join(), joiner, 4)
+        result = heal.receive(stream, tensors, 4) if tensors is not None else heal.Healed(0, 0.0)
+        joiner.version = 4
     sender.join(5.0)
     assert not sender.is_alive()
     return result
+
+
+def test_a_snapshot_is_of_its_version_whatever_becomes_of_the_state(monkeypatch):
+    monkeypatch.setattr(heal, "PIECE_BYTES", 8)
+    source = Numbers(7.0, 4, reference=True)
+    snapshot = heal.Snapshot(source, 4)
+    pieces = snapshot.pieces()
+    got = bytes(next(pieces))
+    assert snapshot.set_aside() == 24
+    for tensor in source.tensors().values():
+        tensor.fill_(8.0)
+    got += b"".join(bytes(piece) for piece in pieces)
+    assert torch.equal(torch.frombuffer(bytearray(got), dtype=torch.float32), torch.full((8,), 7.0))
+    with pytest.raises(InvariantViolated, match="is at 4"):
+        heal.Snapshot(source, 5)
+
+
+@pytest.mark.parametrize("damage", [lambda b: bytes([b[0] ^ 1]) + b[1:], lambda b: b[:-1] + bytes([b[-1] ^ 0x80])])
+def test_a_damaged_piece_is_noticed_and_the_state_stays_dirty(damage, monkeypatch):
+    sent = heal.HealStream.send
+
+    def send(self, data):
+        sent(self, memoryview(damage(bytes(data))) if len(data) == 20 else data)  # the five weights
+
+    monkeypatch.setattr(heal.HealStream, "send", send)
+    joiner = Numbers(2.0, 3, reference=False)
+    store, snapshot = dist.HashStore(), heal.Snapshot(Numbers(7.0, 4, False), 4)
+    sender = threading.Thread(target=lambda: heal.send(heal.HealStream("x", store, 10.0, never).serve("127.0.0.1"), snapshot), daemon=True)
+    sender.start()
+    with heal.HealStream("x", store, 10.0, never) as stream:
+        tensors = heal.open_state(stream.join(), joiner, 4)
+        with pytest.raises(LinkBroken, match="checksum"):
+            heal.receive(stream, tensors, 4)
+    sender.join(5.0)
+    assert joiner.version is None
 
 
 @pytest.mark.parametrize("version", [None, 3, 4])
@@ -301,25 +344,31 @@ def _half_healed(rank: int, folder: str) -> str:
         address = [server.address]
     dist.broadcast_object_list(address, group=world)
     control = Control(address[0], "secret", f"1{'ab'[rank]}", 0.5)
-    view = View(Epoch(1, 2), (Member(0, 0, ("0a", "0b")), Member(1, 1, ("1a", "1b"))), frozenset({1}), 4, "l#1")
+    one = Heal(3, 1, 0, 4)
+    view = View(Epoch(1, 2), (Member(0, 0, ("0a", "0b")), Member(1, 1, ("1a", "1b"))), (one,), 4, "l#1")
     store = dist.HashStore()
     state = Numbers(0.0, None, False)
     events = EventLog(Path(folder) / f"w{rank}.jsonl", f"w{rank}")
-    healing = Healing(1, rank, store, "127.0.0.1", state, 10.0, events)
+    config = RecoveryConfig(heal_timeout_s=10.0, heal_hold_s=0.0, heal_backlog_steps=0)
+    healing = Healing(1, rank, store, "127.0.0.1", state, config, events, lambda number: True)
     links = Links(lambda n, r: None, 1.0)  # type: ignore[arg-type,return-value]
     transaction = Transaction(
-        RecoveryConfig(), 1, 1, rank, f"1{'ab'[rank]}", control, links, ReplicaWorld("1", 2, 20.0, never), healing, state, events,
+        config, 1, 1, rank, f"1{'ab'[rank]}", control, links, ReplicaWorld("1", 2, 20.0, never), healing,
+        state, events,
     )
 
     def source() -> None:
-        with heal.HealStream(healing._name(view, 1), store, 10.0, never) as stream:
+        with heal.HealStream(healing._name(view, one), store, 10.0, never) as stream:
             stream.serve("127.0.0.1")
-            if rank == 0:
-                heal.send(stream, Numbers(7.0, 4, False), 4)
+            snapshot = heal.Snapshot(Numbers(7.0, 4, False), 4)
+            if rank == 1:
+                snapshot.drop()  # the header, and no piece
+            heal.send(stream, snapshot)
 
     threading.Thread(target=source, daemon=True).start()
+    work = SimpleNamespace(step=5, slots=2)
     try:
-        transaction._heal(view, never)
+        transaction._catch_up(work, view, one, never)
     except LinkBroken as error:
         dist.barrier()
         return str(error)
@@ -372,7 +421,7 @@ def test_a_link_that_was_built_for_a_rank_that_left_is_dropped():
         return link
 
     links, ready = Links(build, 1.0), []
-    view = View(Epoch(1, 1), (Member(0, 0, ("0a",)),), frozenset(), 0, "x#1")
+    view = View(Epoch(1, 1), (Member(0, 0, ("0a",)),), (), 0, "x#1")
     links.build_in_background(Record(1, Kind.BUILD, view), never, lambda: ready.append(1))
     links.drop_all()
     built.set()

@@ -15,8 +15,11 @@ import pytest
 from tests.support.runs import QUIET, ROOT, Finished, command, config, finish, gone
 from tests.test_exact import by_position
 from tests.test_faults import assert_invariants
+from transformers import AutoModelForTokenClassification
 
+from everstep.checkpoint import manifest
 from everstep.cluster.forked import ForkedHost
+from everstep.config.check import check_plan
 from everstep.errors import EverstepError
 from everstep.rl.stages import reward
 from everstep.telemetry.events import read_events
@@ -195,7 +198,7 @@ stops_in_first, stops_in_second = stopped_in("update_actor", 1), stopped_in("upd
 @pytest.mark.parametrize("stops", ["second", pytest.param("first", marks=pytest.mark.full)])
 def test_a_resumed_run_finishes_the_iteration_with_the_samples_that_it_had(stops, calm, tmp_path):
     """Stopped with the stages done and no update made; the record is on disk, and nothing is generated again."""
-    same = [*SMALL, "layout.replicas=1", "layout.spares=0", "faults=[]", "checkpoint.every_steps=1", f"pipeline=tests.test_rl_faults:stops_in_{stops}"]
+    same = [*SMALL, "layout.replicas=1", "layout.spares=0", "faults=[]", "checkpoint.every_steps=1", "checkpoint.asynchronous=false", f"pipeline=tests.test_rl_faults:stops_in_{stops}"]
     first = WARM if stops == "first" else FIRST - 1
     with pytest.raises(EverstepError, match="stopped before update_actor"):
         finish(config(PPO, tmp_path / "run", *same), host=ForkedHost)
@@ -207,11 +210,16 @@ def test_a_resumed_run_finishes_the_iteration_with_the_samples_that_it_had(stops
     assert [stages.count((n, "rollout")) for n in (1, 2, 3)] == [1, 1, 1], "the second attempt generated only for later iterations"
     assert by_position(run, 1) == undisturbed(calm)
     assert not list((tmp_path / "run" / "iterations").iterdir())
+    newest = manifest.pointed_at(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    critic = AutoModelForTokenClassification.from_pretrained(newest / "critic")
+    assert critic.num_labels == 1 and critic.score.weight.shape == (1, 64) and bool(critic.score.weight.any())
+    check_plan(config(PPO, tmp_path / "next", "faults=[]", "model.init=pretrained", f"model.path={newest}/hf", f"critic.path={newest}/critic"))
 
 
 @pytest.mark.full
 def test_a_record_that_was_damaged_meanwhile_is_made_again(calm, tmp_path):
-    same = [*SMALL, "layout.replicas=1", "layout.spares=0", "faults=[]", "checkpoint.every_steps=1", "pipeline=tests.test_rl_faults:stops_in_second"]
+    same = [*SMALL, "layout.replicas=1", "layout.spares=0", "faults=[]", "checkpoint.every_steps=1", "checkpoint.asynchronous=false", "pipeline=tests.test_rl_faults:stops_in_second"]
     with pytest.raises(EverstepError, match="stopped before"):
         finish(config(PPO, tmp_path / "run", *same), host=ForkedHost)
     (left,) = (tmp_path / "run" / "iterations").iterdir()

@@ -315,6 +315,23 @@ def verify(
     return InvariantViolated.exit_code if worst(findings) else 0
 
 
+@app.command()
+def drain(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run that is under way.")],
+    target: Annotated[str, typer.Argument(metavar="NODE|RANK", help="A node (host name or Ray id), or a rank (1/0), or a worker (w3).")],
+    wait_s: Annotated[float, typer.Option(help="Wait so many seconds until they have left; 0: do not wait.")] = 600.0,
+    debug: Debug = False,
+) -> int:
+    """Replace ranks between two steps; nothing is redone.
+
+    Spares take their places. No process is started any more on a drained node.
+    Exit code 3: some have not left in time (they cannot be spared yet).
+    """
+    from everstep.cluster.drain import drain as drain_ranks
+
+    return drain_ranks(run, target, wait_s, sys.stdout)
+
+
 def _console() -> Any:
     from rich.console import Console
 

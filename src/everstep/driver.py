@@ -30,7 +30,7 @@ from everstep.config.check import check
 from everstep.config.schema import Config
 from everstep.data import PreparedData
 from everstep.data import check as check_data
-from everstep.errors import EverstepError, Interrupted, InvariantViolated
+from everstep.errors import BelowMinimum, EverstepError, Interrupted, InvariantViolated
 from everstep.recipes import grpo, ppo, sft
 from everstep.recipes.run import Run
 from everstep.recovery.view import Kind, Record
@@ -119,8 +119,8 @@ def _run(
     console = Console(config.telemetry.progress, title=config.recipe) if lead else None
     metrics: Metrics | None = None
     own_events = events
-    the_run: Run | None = None
     group: Group | None = None
+    the_run: Run | None = None
     beside: Beside | None = None
     pulse: Pulse | None = None
     ongoing = Ongoing()
@@ -159,6 +159,12 @@ def _run(
         interrupts.ignored = True
         status = "interrupted"
         raise Interrupted(f"interrupted by {str(interrupt) or 'a signal'}; the processes were stopped" + _how_to_resume(config)) from None
+    except BelowMinimum as error:
+        saved = the_run.save_now() if the_run else None
+        message = f"{error}; saved {saved}" if saved else f"{error}{_how_to_resume(config)}"
+        if events:
+            events.emit("error", error=type(error).__name__, message=message)
+        raise BelowMinimum(message) from None
     except EverstepError as error:
         if own_events:
             own_events.emit("error", error=type(error).__name__, message=str(error))

@@ -56,6 +56,15 @@ class NotEnoughReplicas(EverstepError):
     """Fewer living replicas than ``recovery.min_replicas``; the run stops and can be resumed."""
 
 
+class BelowMinimum(NotEnoughReplicas):
+    """Living replicas hold the committed state, but fewer than ``recovery.min_replicas``, and nobody will join them (in time): the step
+    in progress was given up, and what they hold can be saved."""
+
+
+class Halted(EverstepError):
+    """The coordinator gave the step up for good. Nobody has applied it; this rank holds the step before it."""
+
+
 class DeadlineExceeded(EverstepError):
     """A wait passed its deadline. Names what was awaited, for how long, and the key that sets the deadline."""
 

@@ -24,6 +24,7 @@ OWN_ENTRIES = (
     "configs",
     "checkpoints",
     "commits.log",
+    "control.json",
     "logs",
     "events",
     "tensorboard",

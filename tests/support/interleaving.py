@@ -22,21 +22,22 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
-from everstep.config.schema import RecoveryConfig
+from everstep.config.recovery_schema import RecoveryConfig
 from everstep.errors import CoordinatorLost, EverstepError, Fenced, LinkBroken, ReplicaBroken
 from everstep.recovery.control import Control
 from everstep.recovery.coordinator import Coordinator, Mode, State
 from everstep.recovery.desk import Desk, Listener
 from everstep.recovery.heal import Healed
+from everstep.recovery.healing import Stage
 from everstep.recovery.ledger import Contribution, Ledger, SlotLedger, SumLedger
 from everstep.recovery.link import Link, Links
 from everstep.recovery.transaction import StepReport, Total, Transaction
-from everstep.recovery.view import Kind, Member, Record, View
+from everstep.recovery.view import Heal, Kind, Member, Record, View
 from everstep.telemetry import history
 from everstep.telemetry.events import Event
 
 LIMIT = 6000  # actions; a schedule of these sizes that takes more goes in circles
-SERVED = 3    # chunks of a heal
+PIECES = 20   # of a heal: it takes longer than a step, often
 QUARANTINE_AFTER = 2  # deaths
 
 
@@ -58,6 +59,7 @@ class Setting:
     kills: int = 2       # at most
     flaps: int = 0
     spoilt: int = 0      # contributions with a wrong bit in one rank's total, at most
+    backlog: int = 2     # totals that a healing rank may keep
     poison: tuple[int, int] | None = None  # (step, slot): who computes it dies of it, until it is in quarantine
 
 
@@ -111,6 +113,8 @@ class Rank:
         """Take a place: what Worker.form does of it that concerns the protocol."""
         if self.links:
             self.links.drop_all()
+        if self.transaction:
+            self.transaction.close()
         if self.member is None or self.position != member.workers.index(self.worker):
             self.state = MemoryState()
         self.member, self.position, self.entered, self.said = member, member.workers.index(self.worker), False, 0
@@ -118,7 +122,7 @@ class Rank:
             self.state.version, self.state.weights = 0, torch.zeros(self.world.setting.slots)
         self.links = MemoryLinks(self)
         setting = self.world.setting
-        config = RecoveryConfig(mode=setting.mode.value, exact=setting.exact)
+        config = RecoveryConfig(mode=setting.mode.value, exact=setting.exact, heal_backlog_steps=setting.backlog)
         events = MemoryEvents(self.world, self.worker)
         self.transaction = self.world.transaction(
             config, member.replica, member.build, self.position, self.worker, self.control, self.links, MemoryWorld(self), MemoryHealing(self),
@@ -362,57 +366,77 @@ class MemoryLinks(Links):
         return self._build(name, replicas)
 
 
+@dataclass
+class Stream:
+    """A heal under way at one position: pieces arrive one by one, of the source's living state until it is copied aside."""
+
+    one: Heal
+    source: Rank
+    aside: torch.Tensor | None = None
+    joiner: Rank | None = None
+    arrived: int = 0
+    over: bool = False  # one of its ends is gone, or gave it up
+
+
 class MemoryHealing:
-    """everstep.recovery.healing.Healing: chunks are copied from the source's living state, one at a time."""
+    """everstep.recovery.healing.Healing"""
 
     def __init__(self, rank: Rank):
         self.rank = rank
-        self._serves: list[Hashable] = []
+        self._stream: Stream | None = None
+        self._closed = False
+        self.failure = "the source is gone"
+        self.healed = Healed(0, 0.0)
 
-    def _key(self, view: View, joiner: int) -> Hashable:
-        return view.epoch, view.member(joiner), self.rank.position
+    def _key(self, one: Heal) -> Hashable:
+        return one.number, self.rank.position
 
-    def receive(self, view: View, stale: Callable[[], bool]) -> Healed:
-        rank, me = self.rank, self.rank.member
-        assert me is not None
-        key, world = self._key(view, me.replica), rank.world
-        rank.wait("a source", lambda: key in world.streams or stale())
-        if key not in world.streams:
-            raise LinkBroken("overtaken")
-        source, done = world.streams[key]
-        if rank.state.version == view.committed:
-            done.add("all")
-            return Healed(0, 0.0)
-        rank.state.version = None
-        width = world.setting.slots
-        if len(rank.state.weights) != width:
-            rank.state.weights = torch.zeros(width)
-        for chunk in range(SERVED):
-            fail = rank.wait(f"chunk {chunk} of the heal", lambda: source.alive or stale(), lambda: not source.alive)
-            if stale() or fail or not source.alive:
-                raise LinkBroken("the source is gone, or a newer view")
-            if source.state.version != view.committed:
-                raise Violation(f"{source} serves version {source.state.version}, {rank} heals {view.committed}")
-            part = slice(chunk * width // SERVED, (chunk + 1) * width // SERVED)
-            rank.state.weights[part] = source.state.weights[part]
-        rank.state.version = view.committed
-        done.add("all")
-        return Healed(0, 0.0)
+    def join(self, view: View, one: Heal) -> None:
+        rank, world, key = self.rank, self.rank.world, self._key(one)
+        self._give_up()
+        lost: Callable[[], bool] = lambda: not rank.control.wants_heal(one.number)
+        gone: Callable[[], bool] = lambda: key in world.streams and (world.streams[key].over or not world.streams[key].source.alive)
+        fail = rank.wait("a source", lambda: key in world.streams or lost(), gone)
+        if lost() or fail or gone():
+            raise LinkBroken("called off, or the source is gone")
+        self._stream = stream = world.streams[key]
+        if rank.state.version == one.version:
+            stream.arrived = PIECES
+            return
+        rank.state.version, rank.state.weights = None, torch.zeros(world.setting.slots)
+        stream.joiner = rank
 
-    def serve(self, view: View, stale: Callable[[], bool]) -> None:
+    def stage(self) -> Stage:
+        stream = self._stream
+        assert stream is not None
+        return Stage.DONE if stream.arrived == PIECES else Stage.FAILED if stream.over else Stage.GOING_ON
+
+    def wait(self, stop: Callable[[], bool]) -> Stage:
+        self.rank.wait("the heal", lambda: self.stage() is not Stage.GOING_ON or stop())
+        return Stage.OVERTAKEN if self.stage() is Stage.GOING_ON else self.stage()
+
+    def serve(self, view: View) -> None:
         assert self.rank.member is not None
-        self._serves = [self._key(view, r) for r in sorted(view.healing) if view.heal_source(r) == self.rank.member.replica]
-        self._stale = stale
-        for key in self._serves:
-            self.rank.world.streams[key] = self.rank, set()
+        for one in view.heals:
+            if one.source == self.rank.member.replica and self._key(one) not in self.rank.world.streams:
+                if self.rank.state.version != one.version:
+                    raise Violation(f"{self.rank} at {self.rank.state.version} is to serve {one}")
+                self.rank.world.streams[self._key(one)] = Stream(one, self.rank)
 
-    def finish(self) -> None:
-        for key in self._serves:
-            self.rank.wait("the joiner is served", lambda key=key: bool(self.rank.world.streams[key][1]) or self._stale())  # type: ignore[misc]
-        self.forget()
+    def before_change(self) -> None:
+        for stream in self.rank.world.streams.values():
+            if stream.source is self.rank and stream.aside is None:
+                stream.aside = self.rank.state.weights.clone()
 
-    def forget(self) -> None:
-        self._serves = []
+    def close(self) -> None:
+        self._give_up()
+        for stream in self.rank.world.streams.values():
+            stream.over |= stream.source is self.rank
+
+    def _give_up(self) -> None:
+        if self._stream is not None and self._stream.arrived < PIECES:
+            self._stream.over = True
+        self._stream = None
 
 
 class MemoryEvents:
@@ -486,7 +510,7 @@ class World:
         self.ops: dict[tuple[str, int, int], Op] = {}
         self.ends: dict[tuple[str, int], dict[int, MemoryGroup]] = {}
         self.forming: dict[tuple[str, int], set[int]] = {}
-        self.streams: dict[Hashable, tuple[Rank, set[str]]] = {}
+        self.streams: dict[Hashable, Stream] = {}
         self.builds: list[tuple[Rank, Record]] = []
         self.meetings: dict[Hashable, dict[int, tuple[int, ...]]] = {}
         self.kills, self.flaps, self.spoilt = setting.kills, setting.flaps, setting.spoilt
@@ -541,6 +565,12 @@ class World:
         for index, (rank, record) in enumerate(self.builds):
             if self._warm(rank, record):
                 found.append(Action(f"{rank} has link {record.view.link_id}", lambda i=index: self._acknowledge(i)))  # type: ignore[misc]
+        for key, stream in self.streams.items():
+            if stream.joiner is not None and not stream.over and stream.arrived < PIECES and stream.joiner.alive:
+                if stream.source.alive:
+                    found.append(Action(f"piece {stream.arrived} of heal {key}", lambda s=stream: self._piece(s)))  # type: ignore[misc]
+                else:
+                    found.append(Action(f"heal {key} breaks off", lambda s=stream: setattr(s, "over", True)))  # type: ignore[misc]
         found += self._controller() + self._repairs() + self._harm()
         return found
 
@@ -578,6 +608,16 @@ class World:
     def _notice(self, rank: Rank) -> None:
         rank.noticed = True
         self.desk.expel(rank.worker, "killed", ended=True)
+
+    def _piece(self, stream: Stream) -> None:
+        """One piece goes from the source to the joiner."""
+        assert stream.joiner is not None
+        weights = stream.aside if stream.aside is not None else stream.source.state.weights
+        if stream.aside is None and stream.source.state.version != stream.one.version:
+            raise Violation(f"{stream.source} at {stream.source.state.version} is read for {stream.one}")
+        part = slice(stream.arrived * len(weights) // PIECES, (stream.arrived + 1) * len(weights) // PIECES)
+        stream.joiner.state.weights[part] = weights[part]
+        stream.arrived += 1
 
     def _warm(self, rank: Rank, record: Record) -> bool:
         """All ranks of the position are at it, and live."""
@@ -736,7 +776,7 @@ class World:
                 looked_at, enough = examine(record)
             except history.Broken as broken:
                 raise Violation(f"invariant {number} ({text}): {broken}") from broken
-            if not enough and number != 7:
+            if not enough and number not in (7, 10, 12):  # no checkpoint, no engines, no configuration
                 raise Violation(f"invariant {number} looked at nothing: {looked_at}")
         differ = [e for e in self.events if e.event == "void" and "held by" in e["cause"]]
         if differ:

@@ -20,7 +20,8 @@ from everstep.telemetry.metrics import read_metrics
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "examples" / "grpo_sort.yaml")
 SFT = str(ROOT / "examples" / "sft_text.yaml")
-QUIET = ["telemetry.progress=none", "telemetry.tensorboard=false", "device=cpu", f"model.path={ROOT}/examples/models/tiny-qwen3"]
+#: A dead process stays dead unless a test asks for more (tests/test_repair.py).
+QUIET = ["recovery.restart_attempts=0", "telemetry.progress=none", "telemetry.tensorboard=false", "device=cpu", f"model.path={ROOT}/examples/models/tiny-qwen3"]
 
 
 def config(file: str, run_dir: Path, *overrides: str) -> Config:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,21 +20,22 @@ from everstep.checkpoint import saving
 from everstep.checkpoint.saving import RankOf, SavedRun, Saver, WriterLost
 from everstep.checkpoint.storage import CheckpointError
 from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.crew import Crew
 from everstep.cluster.dispatch import get_dispatch, mesh_of, ranks_of
+from everstep.cluster.endpoint import Endpoint
 from everstep.cluster.group import InOnePlace, Role, StepResult
 from everstep.cluster.host import Host, ProcessEnded, Sharing, WorkerSpec
 from everstep.cluster.island import Round
 from everstep.cluster.owed import Owed
-from everstep.cluster.repair import Repair
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.slots import cut_round, cut_slots, require_synchronous, sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
-from everstep.cluster.worker import Formation, called_off
+from everstep.cluster.worker import Formation
 from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.engine.loss import LossSpec
 from everstep.errors import (
-    BadInput,
+    BelowMinimum,
     CoordinatorLost,
     DeadlineExceeded,
     EverstepError,
@@ -75,7 +76,8 @@ class Controller(InOnePlace):
         self._stage = ""
         self.recipe_state: dict[str, Any] = {}
         self._closed = False
-        self._repair: Repair | None = None
+        self._crew = Crew(config, host, events, lambda: self.server, self._spec, self._struck, self._is_engine)
+        self._endpoint: Endpoint | None = None
         self._store: dist.TCPStore | None = None
         self._injector: FaultInjector | None = None
         self._relays: dict[str, Relay] = {}
@@ -103,7 +105,7 @@ class Controller(InOnePlace):
         token = self._token = secrets.token_hex(16)
         listener = Listener(
             self._place_of, self._phase_entered, self._worker_died, self._recorded, self._answered,
-            self._struck,
+            self._struck, self._crew.leaving.tell,
         )
         self._server = CoordinatorServer(
             coordinator, log, self._events, listener, token, recovery.silence_s, 2 * recovery.link_timeout_s, host,
@@ -121,27 +123,26 @@ class Controller(InOnePlace):
             for replica in range(self.layout.replicas)
         ]
         spares = workers[self.layout.world_size :]
-        self._repair = Repair(self, {m.replica: m for m in members}, spares, lambda: self._reference)
-        for worker in list(self._server.dead):  # it died before there was a repair to be told
-            self._repair.worker_died(worker)
+        self._crew.open(members, spares, lambda: self._reference, self._store)
         if self._pool:
             self._pool.open()
         self._host.watch(lambda worker: self.server.expel(worker, "process ended (pidfd)", ended=True))
         infos = self._host.infos
         target = LaunchedTarget(
             lambda: self.server, self._place_of, self._host.signal, lambda w: f"{infos[w].pid} on {infos[w].host}",
-            lambda: self._repair.spares if self._repair else [], self._relays, self._host.cut,
+            lambda: self._crew.spares, self._relays, self._host.cut,
             lambda number: self._pool.engine_at(number) if self._pool else None,
         )
         self._injector = FaultInjector(config.faults, target, self._events)
         self._events.emit("spare_ready", spares=len(spares))
-        failed = self.form([
+        failed = self._crew.form([
             (worker, Formation(m.replica, rank, 0, m.workers, "weights", False))
             for m in members for rank, worker in enumerate(m.workers)
         ])
         if failed:
             raise NotEnoughReplicas("; ".join(f"worker {w} could not start: {cause}" for w, cause in sorted(failed.items())))
         self._server.open(members)
+        self._endpoint = Endpoint(self._run_dir.path, host, {"drain": self._crew.leaving.drain, "draining": self._crew.leaving.remaining})
 
     def _start_workers(self, host: str, port: int, token: str) -> list[str]:
         """All ranks, replica after replica, then the spares."""
@@ -149,19 +150,20 @@ class Controller(InOnePlace):
         engines = self._pool.first_engines if self._pool else []
         for index in partition_victims(self.config, self.layout.ranks_per_replica, self.layout.world_size):
             self._relays[workers[index]] = Relay(self._coordinator_address)
-        self._host.start([
-            WorkerSpec(
-                worker, self.config, self._relays[worker].address if worker in self._relays else self._coordinator_address, token,
-                (host, port), str(self._run_dir.events), str(self._run_dir.rank_log(index)),
-            )
-            for index, worker in enumerate(workers)
-        ] + [self._engine_spec(name) for name in engines])
+        self._store_address = host, port
+        self._host.start([self._spec(worker) for worker in workers] + [self._engine_spec(name) for name in engines])
         return workers
 
-    def _engine_spec(self, name: str) -> WorkerSpec:
-        assert self._server is not None and self._store is not None
+    def _spec(self, worker: str) -> WorkerSpec:
+        relay = self._relays.get(worker)
         return WorkerSpec(
-            name, self.config, self._coordinator_address, self._token, (self._host.address, self._store.port), str(self._run_dir.events),
+            worker, self.config, relay.address if relay else self._coordinator_address, self._token, self._store_address,
+            str(self._run_dir.events), str(self._run_dir.rank_log(int(worker[1:]))),
+        )
+
+    def _engine_spec(self, name: str) -> WorkerSpec:
+        return WorkerSpec(
+            name, self.config, self._coordinator_address, self._token, self._store_address, str(self._run_dir.events),
             str(self._run_dir.engine_log(name)), role="engine",
         )
 
@@ -180,8 +182,9 @@ class Controller(InOnePlace):
                 last_first.callback(relay.close)
             if self._pool:
                 last_first.callback(self._pool.close)
-            if self._repair:
-                last_first.callback(self._repair.close)
+            last_first.callback(self._crew.close)
+            if self._endpoint:
+                last_first.callback(self._endpoint.close)
             if self._server:
                 last_first.callback(self._server.close)
             if self._saver:
@@ -193,6 +196,10 @@ class Controller(InOnePlace):
     @property
     def committed_step(self) -> int:
         return self.server.coordinator.committed
+
+    @property
+    def dealt_replicas(self) -> int:
+        return self.server.coordinator.dealt
 
     @property
     def server(self) -> CoordinatorServer:
@@ -208,6 +215,7 @@ class Controller(InOnePlace):
         start, sent = time.monotonic(), 0
         while True:
             self._check_alive()
+            self._crew.leaving.at_a_boundary()
             self._prepare_faults(self.committed_step + 1)
             view = self.server.coordinator.view
             ranks = ranks_of(self.layout, view.contributors)
@@ -325,8 +333,9 @@ class Controller(InOnePlace):
         share = Sharing(self._host)
         shared = self._host.slots([[share(micro) for micro in slot] for slot in slots])
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + share.nbytes, self.dispatch_seconds + share.seconds
+        self._crew.leaving.at_a_boundary()
         self._prepare_faults(step)
-        self.server.begin(step, sample_ids(slots), about or {})
+        self.server.begin(step, sample_ids(slots), {"lr": lr} | dict(about or {}))
         if self._injector:
             self._injector.begins(step)
         coordinator = self.server.coordinator
@@ -335,7 +344,11 @@ class Controller(InOnePlace):
         called: set[Member] = set()  # a replica that comes back within the step is called in its new life
         reports: dict[tuple[str, Member], Any] = {}
         while True:
-            self._check_alive()
+            try:
+                self._check_alive()
+            except BelowMinimum:
+                self._all_done(pending, _DEATH_CONFIRM_S)  # ranks leave the step, which was given up
+                raise
             view = coordinator.view
             if coordinator.committed < step:
                 for member in view.members:
@@ -442,7 +455,7 @@ class Controller(InOnePlace):
             "committed_step": coordinator.committed,
             "replicas": list(view.contributors),
             "healing": sorted(view.healing),
-            "spares": len(self._repair.spares) if self._repair else 0,
+            "spares": len(self._crew.spares),
             "deaths": len(self.server.dead),
             "ranks": self.server.whereabouts(),
         }
@@ -456,25 +469,23 @@ class Controller(InOnePlace):
             raise server.failure
         coordinator = server.coordinator
         causes = "; ".join(f"{w}: {cause}" for w, cause in sorted(server.dead.items()))
+        if coordinator.state is State.HALTED:
+            return  # what is left to do is to save
         if coordinator.state is State.LOST:
             raise NotEnoughReplicas(
                 f"no living replica holds step {coordinator.committed} ({causes}); resume from the last checkpoint with resume=auto"
             )
-        if self._repair and self._repair.failure:
-            raise self._repair.failure
+        if self._crew.failure:
+            raise self._crew.failure
         if coordinator.state is State.HELD and not self.config.recovery.enabled:
             raise NotEnoughReplicas(f"recovery.enabled=false, and a rank died ({causes}); resume from the last checkpoint")
-        if coordinator.state is State.HELD and not self._repair_hopeful():
-            raise NotEnoughReplicas(
+        if self._crew.has_too_few():
+            cause = (
                 f"{len(coordinator.view.members)} replicas live, recovery.min_replicas={self.config.recovery.min_replicas} and no "
-                f"spare is left ({causes}); resume with resume=auto when there are devices"
+                f"spare is left ({causes})"
             )
-
-    def _repair_hopeful(self) -> bool:
-        coordinator = self.server.coordinator
-        repairing = self._repair and self._repair.hopeful(list(self.server.dead))
-        joining = coordinator.build and coordinator.build.joiner
-        return bool(repairing or joining or coordinator.waiting)
+            server.halt(cause)
+            raise BelowMinimum(f"{cause}; resume with resume=auto when there are devices")
 
     def _is_death(self, worker: str, member: Member, error: ProcessEnded | EverstepError) -> bool:
         """Whether this error tells of a death (the worker's own, or one in its replica) rather than of a failed call.
@@ -499,16 +510,18 @@ class Controller(InOnePlace):
         if self._pool and self._pool.knows(worker):
             self._pool.died(worker, cause, self._struck(worker))
             return
-        if self._repair and not self._closed:
-            self._repair.worker_died(worker)
+        if not self._closed:
+            self._crew.died(worker)
 
     def _phase_entered(self, worker: str, step: int, phase: str) -> None:
         if self._injector:
             self._injector.on_phase(worker, step, phase)
 
     def _recorded(self, record: Record) -> None:
-        if self._injector and record.kind is Kind.COMMIT:
-            self._injector.on_commit(record.step)
+        if record.kind is Kind.COMMIT:
+            self._crew.served |= record.view.workers
+            if self._injector:
+                self._injector.on_commit(record.step)
         self._on_record(record)
 
     def _answered(self, worker: str, number: int, word: str) -> None:
@@ -520,64 +533,21 @@ class Controller(InOnePlace):
             self._injector.prepare(step)
 
     def _place_of(self, worker: str) -> tuple[int, int]:
-        if self._pool and self._pool.knows(worker):
+        if self._pool and self._is_engine(worker):
             return ENGINES, self._pool.number_of(worker)
-        return self._repair.place(worker) if self._repair else (-1, -1)
+        return self._crew.place(worker)
+
+    def _is_engine(self, worker: str) -> bool:
+        return self._pool is not None and self._pool.knows(worker)
 
     @property
     def unfired_faults(self) -> list[str]:
         return self._injector.unfired if self._injector else []
 
-    # -- what repair needs (everstep.cluster.repair.Processes) ---------------------------------------------------------------------
-
-    def confirm_dead(self, worker: str) -> None:
-        self._host.end(worker)
-        replica, rank = self._place_of(worker)
-        self._events.emit("expel", replica=replica, rank=rank, worker=worker, cause=self.server.dead.get(worker, "repair"))
-
-    def form(self, formations: list[tuple[str, Formation]]) -> dict[str, str]:
-        calls = {self._host.submit(worker, None, "form", formation): worker for worker, formation in formations}
-        lives = {formation.life for _, formation in formations}
-        failed: dict[str, str] = {}
-        broken: dict[str, str] = {}  # alive, but without all others
-        end = time.monotonic() + self.config.recovery.reform_timeout_s
-        while calls:
-            for call in self._host.wait(calls, _POLL_S):
-                worker = calls.pop(call)
-                try:
-                    self._host.result(call, worker, "form")
-                except BadInput:
-                    raise
-                except ReplicaBroken as error:
-                    broken[worker] = str(error)
-                except (ProcessEnded, EverstepError) as error:
-                    failed[worker] = str(error)
-            for call in [c for c, worker in calls.items() if worker in self.server.dead]:
-                worker = calls.pop(call)
-                failed[worker] = self.server.dead[worker]
-            if self._closed:
-                raise Fenced("the group was closed while a replica was being formed")
-            if failed and lives:
-                assert self._store is not None
-                for life in lives:
-                    self._store.set(called_off(life), "1")
-                lives = set()
-                end = min(end, time.monotonic() + _CALL_OFF_S)
-            if calls and time.monotonic() > end:
-                reason = f"not formed in {self.config.recovery.reform_timeout_s:g} s (recovery.reform_timeout_s)"
-                return failed | {worker: reason for worker in calls.values()}
-        return failed or broken
+    # -- what the rollout pool needs (everstep.rl.rollout.pool.Processes) ----------------------------------------------------------
 
     def expel(self, worker: str, cause: str) -> None:
         self.server.expel(worker, cause)
-
-    def announce(self, member: Member) -> None:
-        self.server.joiner(member)
-
-    def note(self, event: str, **fields: Any) -> None:
-        self._events.emit(event, **fields)
-
-    # -- what the rollout pool needs (everstep.rl.rollout.pool.Processes) ----------------------------------------------------------
 
     def start_engine(self, name: str, instead_of: str) -> None:
         self._host.add(self._engine_spec(name), instead_of)
@@ -588,3 +558,11 @@ class Controller(InOnePlace):
     def call_off(self, stream: str) -> None:
         assert self._store is not None
         self._store.set(off_key(stream), "1")
+
+    # -- parts -----------------------------------------------------------------------------------------------------------------
+
+    def _all_done(self, calls: Collection[Any], timeout_s: float) -> bool:
+        end, left = time.monotonic() + timeout_s, set(calls)
+        while left and time.monotonic() < end:
+            left -= set(self._host.wait(left, _POLL_S))
+        return not left

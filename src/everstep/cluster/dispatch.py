@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.cluster.batch import TrainingBatch
-from everstep.config.schema import RecoveryConfig
+from everstep.config.recovery_schema import RecoveryConfig
 from everstep.errors import BadInput
 from everstep.layout import Layout, Position
 

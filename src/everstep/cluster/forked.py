@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from everstep.cluster import environment
 from everstep.cluster.batch import TrainingBatch
-from everstep.cluster.host import ProcessEnded, WorkerInfo, WorkerSpec, make_worker
+from everstep.cluster.host import NoRoom, ProcessEnded, WorkerInfo, WorkerSpec, make_worker
 from everstep.cluster.namespaces import Bridge, Plug
 from everstep.cluster.processes import ProcessWatch, die_with_parent
 from everstep.cluster.slots import ListSlots
@@ -59,6 +59,7 @@ class _Child:
 
     def __init__(self, spec: WorkerSpec, env: dict[str, str], plug: Plug | None, prepare: Callable[[], None] | None):
         self.pipe, theirs = mp.Pipe()
+        self.name = spec.worker_id
         self.process = context().Process(target=_serve, args=(spec, env, plug, prepare, theirs), name=spec.worker_id, daemon=True)
         self.process.start()
         self.pid: int = self.process.pid
@@ -99,7 +100,7 @@ class _Child:
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         if not poll.poll(timeout_s * 1000):
-            raise DeadlineExceeded(f"worker {self.process.name} (process {self.pid}) did not die within {timeout_s:g} s")
+            raise DeadlineExceeded(f"worker {self.name} (process {self.pid}) did not die within {timeout_s:g} s")
 
     def forget(self) -> None:
         """Of a process that has ended: close what leads to it."""
@@ -107,6 +108,9 @@ class _Child:
             pidfd, self._pidfd = self._pidfd, None
         if pidfd is not None:
             os.close(pidfd)
+            self.process.join(_END_S)
+            with contextlib.suppress(ValueError):  # the server process has not told its end yet; nothing but a descriptor is left then
+                self.process.close()
 
     def _feed(self) -> None:
         with contextlib.suppress(OSError):  # its end is the listener's business
@@ -134,6 +138,7 @@ class _Child:
             owed, self._calls = list(self._calls.values()), {}
         for future in owed:
             future.set_exception(ProcessEnded(ended))
+        self.pipe.close()
 
 
 class ForkedHost:
@@ -152,31 +157,49 @@ class ForkedHost:
         self.address = self._bridge.address if self._bridge else "127.0.0.1"
         self._children: dict[str, _Child] = {}
         self._watch: ProcessWatch | None = None
+        self._closed = False
+        self._lock = threading.Lock()
         self.infos: dict[str, WorkerInfo] = {}
 
     def start(self, specs: Sequence[WorkerSpec]) -> None:
         for spec in specs:
-            env = self._env | {"MASTER_ADDR": spec.store[0], "MASTER_PORT": str(spec.store[1]), "LOCAL_RANK": "0"}
-            self._children[spec.worker_id] = _Child(spec, env, self._bridge.plug(spec.worker_id) if self._bridge else None, self._prepare)
+            self._launch(spec)
         end = time.monotonic() + _START_S
         for spec in specs:
-            child = self._children[spec.worker_id]
-            try:
-                child.started.result(max(1.0, end - time.monotonic()))
-            except TimeoutError:
-                raise DeadlineExceeded(f"worker {spec.worker_id} was not ready in {_START_S:g} s; see {spec.log_path}") from None
-            except ProcessEnded as ended:
-                raise WorkerFailed(f"worker {spec.worker_id} could not start ({ended}); see {spec.log_path}") from ended
-            self.infos[spec.worker_id] = WorkerInfo(spec.worker_id, child.pid, socket.gethostname(), socket.gethostname())
+            self._await_start(spec, end)
 
-    def add(self, spec: WorkerSpec, instead_of: str) -> None:
-        self.start([spec])
+    def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str] = ()) -> None:
+        if socket.gethostname() in avoid:
+            raise NoRoom("all processes of this host are on one machine, and that is being drained")
+        self._launch(spec)
+        self._await_start(spec, time.monotonic() + _START_S)
         if self._watch:
             self._watch.add(spec.worker_id, self.infos[spec.worker_id].pid)
 
+    def has_place(self, worker: str) -> bool:
+        return True
+
+    def _launch(self, spec: WorkerSpec) -> None:
+        env = self._env | {"MASTER_ADDR": spec.store[0], "MASTER_PORT": str(spec.store[1]), "LOCAL_RANK": "0"}
+        with self._lock:
+            if self._closed:
+                raise WorkerFailed(f"worker {spec.worker_id} was not started: the host is closed")
+            plug = self._bridge.plug(spec.worker_id) if self._bridge else None
+            self._children[spec.worker_id] = _Child(spec, env, plug, self._prepare)
+
+    def _await_start(self, spec: WorkerSpec, end: float) -> None:
+        child = self._children[spec.worker_id]
+        try:
+            child.started.result(max(1.0, end - time.monotonic()))
+        except TimeoutError:
+            raise DeadlineExceeded(f"worker {spec.worker_id} was not ready in {_START_S:g} s; see {spec.log_path}") from None
+        except ProcessEnded as ended:
+            raise WorkerFailed(f"worker {spec.worker_id} could not start ({ended}); see {spec.log_path}") from ended
+        self.infos[spec.worker_id] = WorkerInfo(spec.worker_id, child.pid, socket.gethostname(), socket.gethostname())
+
     def watch(self, on_end: Callable[[str], None]) -> None:
         self._watch = ProcessWatch(on_end)
-        for worker, info in self.infos.items():
+        for worker, info in list(self.infos.items()):
             self._watch.add(worker, info.pid)
 
     def share(self, batch: TrainingBatch) -> TrainingBatch:
@@ -206,14 +229,18 @@ class ForkedHost:
     def end(self, worker: str) -> None:
         self._children[worker].signal(signal.SIGKILL)
         self._children[worker].wait_gone(_END_S)
+        self._children[worker].forget()
 
     def close(self) -> None:
+        with self._lock:
+            self._closed = True
         try:
             if self._watch:
                 self._watch.close()
-            for child in self._children.values():
+            children = list(self._children.values())
+            for child in children:
                 child.signal(signal.SIGKILL)
-            for child in self._children.values():
+            for child in children:
                 child.wait_gone(_END_S)
                 child.forget()
         finally:

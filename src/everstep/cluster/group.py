@@ -67,6 +67,11 @@ class Group(Protocol):
     def committed_step(self) -> int:
         """The last committed optimizer step."""
 
+    @property
+    def dealt_replicas(self) -> int:
+        """To how many replicas the next step was dealt by the commit record of the last one (at first: by the first view). Later deaths
+        do not change it."""
+
     def call(self, dispatch: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a public method of every worker through a dispatch (``mesh``, ``pass_through`` or a registered one).
 

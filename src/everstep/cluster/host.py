@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
+from everstep.errors import EverstepError
 
 if TYPE_CHECKING:
     from everstep.cluster.worker import Life, Slots
@@ -48,6 +49,10 @@ class ProcessEnded(Exception):
     """The worker that owes a result has no process any more. The message is the system's word on it."""
 
 
+class NoRoom(EverstepError):
+    """There was no place for one more process, so far."""
+
+
 class Served(Protocol):
     """What a worker process runs calls on."""
 
@@ -66,7 +71,13 @@ class Host(Protocol):
     def start(self, specs: Sequence[WorkerSpec]) -> None:
         """One process for each, imports done. Raises BadInput (no room), DeadlineExceeded, or what a worker raised."""
 
-    def add(self, spec: WorkerSpec, instead_of: str) -> None: ...
+    def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str] = ()) -> None:
+        """One more process once the run goes on: where the dead worker ``instead_of`` was, if that machine lives, else wherever there
+        is room, but not on the nodes (ids) to ``avoid``. Returns when it is ready; called on threads of its own. Raises NoRoom if there
+        was none for some time, or another EverstepError."""
+
+    def has_place(self, worker: str) -> bool:
+        """Whether the machine of a dead worker lives, so that ``add`` can start a process there at once."""
 
     def watch(self, on_end: Callable[[str], None]) -> None:
         """Call ``on_end(worker)`` on another thread as soon as a worker's process ends, from now on."""
@@ -126,6 +137,7 @@ def make_worker(spec: WorkerSpec) -> Served:
     import torch
 
     from everstep.cluster.device import choose_device
+    from everstep.cluster.preemption import Notices
     from everstep.engine import cpu
     from everstep.engine.groups import NCCL_ENVIRONMENT
     from everstep.recovery.control import Control
@@ -148,6 +160,7 @@ def make_worker(spec: WorkerSpec) -> Served:
         return EngineWorker(spec.config, spec.worker_id, device, control, spec.store, events)
     from everstep.cluster.worker import Worker
 
+    Notices(recovery.preemption_file, control.leaving)
     return Worker(spec.config, spec.worker_id, device, control, spec.store, events)
 
 

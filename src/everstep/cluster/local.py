@@ -211,10 +211,15 @@ class LocalGroup:
             return reply["generation"], reply["step"], state
 
         self._generation, self._step, state = self._from_head(ask)
+        self._dealt = len(first.view.deal.lives)
         self._index, self._marked_step = 0, self._step
         self.bookmarked: dict[str, Any] = json.loads(state) if state else {}
         self.recipe_state: dict[str, Any] = self.bookmarked.get("recipe", {})
+        if self.bookmarked:
+            self._dealt = int(self.bookmarked["dealt"])
         self._lead = self._caught_up and self._head is not None and self._member.replica == min(first.view.contributors or (0,))
+        if not self.bookmarked:  # a life that comes late, without a bookmark, goes through all of it and was dealt to otherwise
+            _, (self._dealt, *_), _ = self._shared("start", Who.REPORTS, lambda ranks: self._dealt)
 
     # -- verbs -----------------------------------------------------------------------------------------------------------------
 
@@ -231,6 +236,10 @@ class LocalGroup:
     @property
     def committed_step(self) -> int:
         return self._step
+
+    @property
+    def dealt_replicas(self) -> int:
+        return self._dealt
 
     @property
     def unfired_faults(self) -> list[str]:
@@ -281,13 +290,16 @@ class LocalGroup:
         about: Mapping[str, Any] | None = None,
     ) -> StepResult:
         step = self._step + 1
-        live = self._from_head(lambda head: head.begin(step, [list(slot) for slot in sample_ids(slots)], about or {}))
-        report: StepReport | None = None
+        about = {"lr": lr} | dict(about or {})
+        live = self._from_head(lambda head: head.begin(step, [list(slot) for slot in sample_ids(slots)], about))
+        report: tuple[StepReport, int] | None = None
         if live:
-            report = self._worker.run(method, arguments(step), {})
-            self._caught_up = True
-        _, reports, contributors = self._shared(f"report of step {step}", Who.REPORTS, lambda ranks: report)
-        self._step = step
+            done = self._worker.run(method, arguments(step), {})
+            commit = self._control.wait_for(lambda records: next((r for r in records if r.step == step), None), 30.0, f"the commit of step {step}")
+            report, self._caught_up = (done, len(commit.view.deal.lives)), True
+        _, reported, contributors = self._shared(f"report of step {step}", Who.REPORTS, lambda ranks: report)
+        self._step, self._dealt = step, reported[0][1]
+        reports = [said for said, _ in reported]
         first_ranks = reports[:: self.layout.ranks_per_replica]
         return combine(step, reports, first_ranks, loss, lr, len(slots), contributors)
 
@@ -388,7 +400,7 @@ class LocalGroup:
             return  # without a step in between, a slow replica could be two bookmarks behind, and its calls forgotten
         self._generation, self._index, self._marked_step = self._generation + 1, 0, self._step
         if self._head:
-            self._head.mark(self._generation, (json.dumps(state, sort_keys=True).encode(), self._step))
+            self._head.mark(self._generation, (json.dumps(state | {"dealt": self._dealt}, sort_keys=True).encode(), self._step))
 
     def verify(self) -> str:
         ranks, hashes, _ = self._shared("verify", Who.CONTRIBUTORS, lambda ranks: self._worker.run("state_hash", (), {}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from everstep.config.schema import RecoveryConfig
+from everstep.config.recovery_schema import RecoveryConfig
 from everstep.errors import DeadlineExceeded
 from everstep.recovery.progress import Place, overdue_results
 from everstep.recovery.server import CoordinatorServer

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from everstep.cluster import environment
 from everstep.cluster.actor import RankActor, RefSlots
 from everstep.cluster.batch import TrainingBatch
-from everstep.cluster.host import ProcessEnded, WorkerInfo, WorkerSpec
+from everstep.cluster.host import NoRoom, ProcessEnded, WorkerInfo, WorkerSpec
 from everstep.cluster.placement import place
 from everstep.cluster.processes import signal_pid, wait_gone
 from everstep.cluster.ray_runtime import (
@@ -35,7 +35,7 @@ from everstep.cluster.ray_runtime import (
 from everstep.cluster.ray_watch import NodeWatches
 from everstep.cluster.worker import Life
 from everstep.config.schema import Config
-from everstep.errors import DeadlineExceeded
+from everstep.errors import DeadlineExceeded, EverstepError
 from everstep.layout import Layout
 
 _END_S = 30.0
@@ -49,6 +49,9 @@ class RayHost:
     def __init__(self, config: Config, layout: Layout):
         self._config, self._layout = config, layout
         self._actors: dict[str, Any] = {}
+        self._bundles: dict[str, int] = {}  # of the placement group
+        self._on_gpu = False
+        self._remote: Any = ray.remote(RankActor)
         self.infos: dict[str, WorkerInfo] = {}
         self._ended: set[str] = set()  # workers whose process is known to be gone
         self._group: Any = None
@@ -75,29 +78,54 @@ class RayHost:
                 f"Ray did not place {len(bundles)} processes ({bundles[0]}) in {config.ray.start_timeout_s:g} s "
                 "(ray.start_timeout_s); free devices, or ask for fewer in layout.*"
             ) from None
-        remote = ray.remote(RankActor)
-        env = environment.worker_environment(config)
+        self._on_gpu = on_gpu
         for index, spec in enumerate(specs):
-            host, port = spec.store
-            actor_env = env | {"MASTER_ADDR": host, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
-            self._actors[spec.worker_id] = remote.options(
-                num_cpus=1, num_gpus=1 if on_gpu else 0, max_restarts=0, max_task_retries=0,
-                runtime_env={"env_vars": actor_env},
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
-            ).remote(spec)
+            self._bundles[spec.worker_id] = index
+            self._start_actor(spec, PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index))
         for spec in specs:
-            worker = spec.worker_id
-            try:
-                self.infos[worker] = ray.get(self._actors[worker].ready.remote(), timeout=max(1.0, deadline - time.monotonic()))
-            except GetTimeoutError:
-                raise DeadlineExceeded(
-                    f"worker {worker} was not ready in {config.ray.start_timeout_s:g} s (ray.start_timeout_s); see {spec.log_path}"
-                ) from None
-            except RayError as error:
-                raise typed_error(error, worker, "its start") from error
+            self._await_start(spec, deadline)
 
-    def add(self, spec: WorkerSpec, instead_of: str) -> None:
-        raise NotImplementedError
+    def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str] = ()) -> None:
+        where: Any = "SPREAD"  # anywhere: a node that came to the cluster since, or came back
+        there = instead_of in self._bundles and self.has_place(instead_of) and self.infos[instead_of].node_id not in avoid
+        if there:
+            bundle = self._bundles[spec.worker_id] = self._bundles[instead_of]
+            where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        self._start_actor(spec, where)
+        try:
+            self._await_start(spec, time.monotonic() + self._config.ray.start_timeout_s)
+        except EverstepError as error:
+            _ask_ray(ray.kill, self._actors[spec.worker_id], no_restart=True)  # it may be waiting for room still
+            raise (error if there or not isinstance(error, DeadlineExceeded) else NoRoom(str(error))) from None
+        if self.infos[spec.worker_id].node_id in avoid:
+            self.end(spec.worker_id)
+            raise NoRoom(f"Ray had room for worker {spec.worker_id} only on a node that is being drained")
+        if self._closed:
+            self._end_process(spec.worker_id)
+        elif self._watch:
+            self._watch.add(spec.worker_id, self.infos[spec.worker_id])
+
+    def has_place(self, worker: str) -> bool:
+        return self._node_lives(self.infos[worker].node_id)
+
+    def _start_actor(self, spec: WorkerSpec, where: Any) -> None:
+        host, port = spec.store
+        env = environment.worker_environment(self._config) | {"MASTER_ADDR": host, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
+        self._actors[spec.worker_id] = self._remote.options(
+            num_cpus=1, num_gpus=1 if self._on_gpu else 0, max_restarts=0, max_task_retries=0, runtime_env={"env_vars": env},
+            scheduling_strategy=where,
+        ).remote(spec)
+
+    def _await_start(self, spec: WorkerSpec, deadline: float) -> None:
+        worker = spec.worker_id
+        try:
+            self.infos[worker] = ray.get(self._actors[worker].ready.remote(), timeout=max(1.0, deadline - time.monotonic()))
+        except GetTimeoutError:
+            raise DeadlineExceeded(
+                f"worker {worker} was not ready in {self._config.ray.start_timeout_s:g} s (ray.start_timeout_s); see {spec.log_path}"
+            ) from None
+        except RayError as error:
+            raise typed_error(error, worker, "its start") from error
 
     def watch(self, on_end: Callable[[str], None]) -> None:
         self._watch = NodeWatches(self.infos, on_end)
@@ -151,7 +179,7 @@ class RayHost:
             last_first.callback(self._end_processes)
             if self._group and not self._own:  # a Ray of our own ends with us
                 last_first.callback(_ask_ray, remove_placement_group, self._group)
-            for actor in self._actors.values():
+            for actor in list(self._actors.values()):
                 last_first.callback(_ask_ray, ray.kill, actor, no_restart=True)
             if self._watch:
                 last_first.callback(self._watch.close)
@@ -160,21 +188,28 @@ class RayHost:
         """Whether the worker's node is lost: nothing can be killed there. Its processes hear nothing from the coordinator since the
         expulsion, so they have fenced themselves once ``recovery.fence_s`` (and a heartbeat) has passed; that is waited for."""
         info, recovery = self.infos[worker], self._config.recovery
-        if info.host == socket.gethostname() or any(n["NodeID"] == info.node_id and n["Alive"] for n in ray.nodes()):
+        if info.host == socket.gethostname() or self._node_lives(info.node_id):
             return False
         end = time.monotonic() + recovery.fence_s + 2 * recovery.heartbeat_s
         while time.monotonic() < end and not self._closed:
             time.sleep(_POLL_S)
         return True
 
+    @staticmethod
+    def _node_lives(node_id: str) -> bool:
+        return any(n["NodeID"] == node_id and n["Alive"] for n in ray.nodes())
+
     def _end_processes(self) -> None:
         """A frozen process does not hear Ray's request to end."""
-        living = [worker for worker in self.infos if worker not in self._ended]
+        living = [worker for worker in list(self.infos) if worker not in self._ended]
         for worker in living:
-            if self.infos[worker].host == socket.gethostname():
-                signal_pid(self.infos[worker].pid, signal.SIGKILL)
+            self._end_process(worker)
         for worker in living:
             self._wait_gone(worker, _CLOSE_S)
+
+    def _end_process(self, worker: str) -> None:
+        if self.infos[worker].host == socket.gethostname():
+            signal_pid(self.infos[worker].pid, signal.SIGKILL)
 
     def _wait_gone(self, worker: str, timeout_s: float) -> None:
         info = self.infos[worker]

@@ -30,6 +30,9 @@ class _NodeWatch:
         for worker, pid in pids.items():
             self._watch.add(worker, pid)
 
+    def add(self, worker: str, pid: int) -> None:
+        self._watch.add(worker, pid)
+
     def ended(self, timeout_s: float) -> list[str]:
         """Workers that ended since the last question; waits up to ``timeout_s`` for the first."""
         found = []
@@ -47,26 +50,28 @@ class NodeWatches:
     """
 
     def __init__(self, infos: Mapping[str, WorkerInfo], on_end: Callable[[str], None], here: str | None = None):
-        here = here or socket.gethostname()
+        self._here = here or socket.gethostname()
         self._on_end, self._closed = on_end, False
         self._local = ProcessWatch(on_end)
-        self._remote: list[Any] = []
-        elsewhere: dict[str, dict[str, int]] = {}
+        self._remote: dict[str, Any] = {}  # node id -> its actor
         for worker, info in infos.items():
-            if info.host == here:
-                self._local.add(worker, info.pid)
-            else:
-                elsewhere.setdefault(info.node_id, {})[worker] = info.pid
-        for node_id, pids in elsewhere.items():
-            where = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            actor = ray.remote(num_cpus=0)(_NodeWatch).options(scheduling_strategy=where).remote(pids)
-            self._remote.append(actor)
-            threading.Thread(target=self._ask, args=(actor,), name=f"node-watch-{node_id[:8]}", daemon=True).start()
+            self.add(worker, info)
+
+    def add(self, worker: str, info: WorkerInfo) -> None:
+        """Watch one more worker."""
+        if info.host == self._here:
+            self._local.add(worker, info.pid)
+        elif (actor := self._remote.get(info.node_id)) is None or not _is_told(actor, worker, info.pid):
+            where = NodeAffinitySchedulingStrategy(info.node_id, soft=False)
+            remote: Any = ray.remote(_NodeWatch)
+            made = remote.options(num_cpus=0, max_concurrency=2, scheduling_strategy=where).remote({worker: info.pid})  # one waits in `ended`
+            self._remote[info.node_id] = made
+            threading.Thread(target=self._ask, args=(made,), name=f"node-watch-{info.node_id[:8]}", daemon=True).start()
 
     def close(self) -> None:
         self._closed = True
         self._local.close()
-        for actor in self._remote:
+        for actor in list(self._remote.values()):
             ray.kill(actor)
 
     def _ask(self, actor: Any) -> None:
@@ -78,3 +83,12 @@ class NodeWatches:
             for worker in ended:
                 if not self._closed:
                     self._on_end(worker)
+
+
+def _is_told(actor: Any, worker: str, pid: int) -> bool:
+    """Whether the node's watch took it; if the node was gone in between, and came back, it is gone too."""
+    try:
+        ray.get(actor.add.remote(worker, pid), timeout=_ASK_S)
+    except (RayError, GetTimeoutError):
+        return False
+    return True

@@ -1,7 +1,9 @@
 """Repair of broken replicas in the background, while the survivors train: spares take the places of the dead.
 
-One thread handles one death at a time: confirm that the process is gone (rule 8), put a spare in its place, form the replica
-anew, announce it to the coordinator as a joiner. Survivors wait for none of this.
+One thread handles what happened, in order: of a death it confirms that the process is gone (rule 8), puts a spare in its place, forms
+the replica anew, announces it to the coordinator as a joiner, and asks for a process in the place of the dead one
+(:mod:`everstep.cluster.refill`), which comes back as a spare. Without spares a replica waits for such a one. Survivors wait for none
+of this.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ class Processes(Protocol):
     def confirm_dead(self, worker: str) -> None:
         """Kill the worker's process and return once it is gone. Raises DeadlineExceeded."""
 
+    def retire(self, worker: str) -> None:
+        """End the process of a worker that leaves as planned; returns once it is gone. Raises DeadlineExceeded."""
+
     def form(self, formations: list[tuple[str, Formation]]) -> dict[str, str]:
         """Let workers take their places; returns worker -> cause for those that failed. If any did, the others are called
         off: they live and can form again."""
@@ -31,6 +36,9 @@ class Processes(Protocol):
 
     def announce(self, member: Member) -> None: ...
 
+    def replace(self, worker: str) -> None:
+        """Start another process in the place of this dead one, in the background; it comes back as a spare, or never."""
+
     def note(self, event: str, **fields: Any) -> None: ...
 
 
@@ -38,18 +46,34 @@ class Repair:
     def __init__(self, processes: Processes, members: dict[int, Member], spares: list[str], has_reference: Callable[[], bool]):
         self._processes, self._members, self._has_reference = processes, dict(members), has_reference
         self.spares = list(spares)          # warm, not placed
+        self._former = {w: (m.replica, rank) for m in members.values() for rank, w in enumerate(m.workers)}  # where each was last
         self._dead: set[str] = set()
         self._broken: list[int] = []        # replicas out of the view, waiting for spares
         self._released: set[int] = set()    # broken ones whose living ranks became spares: every place is vacant
-        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()  # (what happened, to whom)
         self._handled: set[str] = set()     # deaths that are done with: repaired, or no spare was left
+        self._lock = threading.Lock()
+        self._open = 0                      # of what was told, not dealt with yet
         self._closed = False
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._loop, name="repair", daemon=True)
         self._thread.start()
 
     def worker_died(self, worker: str) -> None:
-        self._queue.put(worker)
+        self._tell("died", worker)
+
+    def spare_is_ready(self, worker: str) -> None:
+        """A process was started in the place of a dead one."""
+        self._tell("ready", worker)
+
+    def worker_leaves(self, worker: str) -> None:
+        """A living worker, a spare or of a replica that is out of the view, is to be replaced."""
+        self._tell("leaves", worker)
+
+    def _tell(self, what: str, worker: str) -> None:
+        with self._lock:
+            self._open += 1
+        self._queue.put((what, worker))
 
     def place(self, worker: str) -> tuple[int, int]:
         """(replica, rank) of a worker; (-1, -1) for a spare."""
@@ -59,8 +83,9 @@ class Repair:
         return -1, -1
 
     def hopeful(self, dead: Collection[str]) -> bool:
-        """Whether one of these deaths is still being repaired, or will be."""
-        return not self._handled.issuperset(dead)
+        """Whether one of these deaths, or anything else that was told, is still being dealt with, or will be."""
+        with self._lock:
+            return self._open > 0 or not self._handled.issuperset(dead)
 
     def close(self) -> None:
         self._closed = True
@@ -68,39 +93,52 @@ class Repair:
         self._thread.join(5.0)
 
     def _loop(self) -> None:
-        while (worker := self._queue.get()) is not None and not self._closed:
-            dead = {worker} | self._more()
+        while (first := self._queue.get()) is not None and not self._closed:
+            happened = [first, *self._more()]
+            dead = {worker for what, worker in happened if what in ("died", "leaves")}
+            leaving = {worker for what, worker in happened if what == "leaves"}
             try:
-                self._handle(dead)
+                self._handle(dead, leaving, [worker for what, worker in happened if what == "ready"])
             except EverstepError as error:
                 self.failure = self.failure or error  # told to the recipe at its next call; survivors train on until then
             except Exception as error:  # the end of a thread: no death would be repaired any more
-                self.failure = self.failure or WorkerFailed(
-                    f"repair after the death of {', '.join(sorted(dead))} failed: {type(error).__name__}: {error}"
-                )
+                names = ", ".join(sorted(worker for _, worker in happened))
+                self.failure = self.failure or WorkerFailed(f"repair after what happened to {names} failed: {type(error).__name__}: {error}")
             finally:
-                self._handled |= dead
+                with self._lock:
+                    self._handled |= dead
+                    self._open -= len(happened)
 
-    def _more(self) -> set[str]:
-        """Deaths that are known by now: of the ranks of a lost node, for one, all are replaced in one go."""
-        more: set[str] = set()
+    def _more(self) -> list[tuple[str, str]]:
+        """What happened besides by now: of the ranks of a lost node, for one, all are replaced in one go."""
+        more: list[tuple[str, str]] = []
         with contextlib.suppress(queue.Empty):
-            while (worker := self._queue.get_nowait()) is not None:
-                more.add(worker)
+            while (next_one := self._queue.get_nowait()) is not None:
+                more.append(next_one)
         return more
 
-    def _handle(self, dead: set[str]) -> None:
-        for worker in sorted(dead - self._dead):
-            self._processes.confirm_dead(worker)
-            self._dead.add(worker)
-            replica, _ = self.place(worker)
-            if worker in self.spares:
-                self.spares.remove(worker)
-            elif replica >= 0 and replica not in self._broken:
-                self._broken.append(replica)
+    def _handle(self, dead: set[str], leaving: set[str], ready: list[str]) -> None:
+        buried = sorted(dead - self._dead)
+        for worker in buried:
+            (self._processes.retire if worker in leaving else self._processes.confirm_dead)(worker)
+            self._bury(worker)
+        for worker in ready:
+            if worker not in self._dead:
+                self.spares.append(worker)
+                self._processes.note("spare_ready", spares=len(self.spares))
         for broken in list(self._broken):
             if self._rebuild(broken):
                 self._broken.remove(broken)
+        for worker in buried:  # last: a start takes processor time from the replicas that form
+            self._processes.replace(worker)
+
+    def _bury(self, worker: str) -> None:
+        self._dead.add(worker)
+        replica, _ = self.place(worker)
+        if worker in self.spares:
+            self.spares.remove(worker)
+        elif replica >= 0 and replica not in self._broken:
+            self._broken.append(replica)
 
     def _rebuild(self, replica: int) -> bool:
         """Form the replica around its living ranks and spares; False if there are too few."""
@@ -113,7 +151,7 @@ class Repair:
                 return False
             workers = list(member.workers)
             for rank in gaps:
-                workers[rank] = self.spares.pop(0)
+                workers[rank] = self._spare_for(replica, rank)
                 self._processes.note("spare_used", replica=replica, rank=rank, spare=workers[rank])
             member = Member(replica, member.build + 1, tuple(workers))
             self._members[replica] = member
@@ -131,6 +169,14 @@ class Repair:
                 self._processes.expel(worker, cause)
                 self._processes.confirm_dead(worker)
                 self._dead.add(worker)
+                self._processes.replace(worker)
+
+    def _spare_for(self, replica: int, rank: int) -> str:
+        """A rank of a released replica goes back to where it was, if it can: it has the weights that are never trained."""
+        chosen = next((w for w in self.spares if self._former.get(w) == (replica, rank)), self.spares[0])
+        self.spares.remove(chosen)
+        self._former[chosen] = (replica, rank)
+        return chosen
 
     def _release(self, member: Member) -> None:
         """Too few spares: what lives of the replica is itself a pool of spares for others."""

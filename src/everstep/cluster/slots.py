@@ -97,6 +97,15 @@ def in_order(batch: TrainingBatch, indices: Sequence[list[int]], values: Sequenc
     return whole
 
 
+def with_evaluated(
+    batch: TrainingBatch, name: str, cut: Sequence[tuple[list[int], TrainingBatch]], results: Sequence[Tensor] | None
+) -> TrainingBatch:
+    """``batch`` with the tensor ``name`` (B, T) from the results for its micro-batches; no samples from a rank that has none."""
+    if not results:  # not a collecting rank, or an empty batch
+        return batch.slice(0, 0).with_tensors(**{name: torch.zeros(0, batch.width)})
+    return batch.with_tensors(**{name: in_order(batch, [indices for indices, _ in cut], results)})
+
+
 def _packed(batch: TrainingBatch, budget: int, dp: int) -> list[list[int]]:
     lengths = batch.token_counts()
     for sid, length in zip(batch.sample_ids, lengths, strict=True):

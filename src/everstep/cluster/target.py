@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from everstep.config.schema import Config, RecoveryConfig
+from everstep.config.recovery_schema import RecoveryConfig
+from everstep.config.schema import Config
 from everstep.recovery.progress import Deadlines, Judge
 from everstep.recovery.proxy import Relay
 from everstep.recovery.server import CoordinatorServer

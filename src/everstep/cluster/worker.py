@@ -28,7 +28,7 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.group import Role
 from everstep.cluster.island import Island, Round, RoundWork, without_participants
 from everstep.cluster.rank_state import Kept, WholeState, clip
-from everstep.cluster.slots import in_order, micro_batches
+from everstep.cluster.slots import micro_batches, with_evaluated
 from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.engine import cpu, source
@@ -121,7 +121,8 @@ class StepWork:
         return self._engine.squared_norm(gradients) ** 0.5 / float(sums[0])
 
     def apply(self, total: Total) -> None:
-        self._engine.apply(total.gradients, clip(self._engine, total.grad_norm) / total.divisor, self._lr)
+        gradients = [g.to(self._worker.device) for g in total.gradients]
+        self._engine.apply(gradients, clip(self._engine, total.grad_norm) / total.divisor, self._lr)
 
 
 class Worker:
@@ -252,18 +253,15 @@ class Worker:
             for name, tensor in self._state.tensors(frozen=True).items():
                 tensor.copy_(kept.tensors[name])
             self._state.version = kept.version
-        replica, rank = formation.replica, formation.rank
+        replica, rank, recovery, control = formation.replica, formation.rank, self.config.recovery, self.control
         build: Callable[[str, Any], Link] = lambda name, replicas: Link(
-            name, replicas, replica, rank, self._open_store(), self.device, self.config.recovery.link_timeout_s
+            name, replicas, replica, rank, self._open_store(), self.device, recovery.link_timeout_s
         )
-        self._links = Links(build, self.config.recovery.link_timeout_s)
-        world = ReplicaWorld(str(replica), size, self.config.recovery.step_timeout_s, self._is_broken)
-        healing = Healing(
-            replica, rank, cast(dist.Store, self.store), self.control.local_host, self._state, self.config.recovery.heal_timeout_s, self.events
-        )
+        self._links = Links(build, recovery.link_timeout_s)
+        world = ReplicaWorld(str(replica), size, recovery.step_timeout_s, self._is_broken)
+        healing = Healing(replica, rank, cast(dist.Store, self.store), control.local_host, self._state, recovery, self.events, control.wants_heal)
         self._transaction = Transaction(
-            self.config.recovery, replica, formation.build, rank, self.worker_id, self.control, self._links, world, healing,
-            self._state, self.events,
+            recovery, replica, formation.build, rank, self.worker_id, control, self._links, world, healing, self._state, self.events
         )
         self.events.emit("form", epoch=self.control.epoch.key, replica=replica, rank=rank, build=formation.build, world_size=size)
         how = formation.start if formation.start == "peer" else self.config.model.init
@@ -272,10 +270,12 @@ class Worker:
     def leave(self) -> None:
         """Drop all groups, now: closed sockets are how ranks that still wait for this one learn that it left. A clean state
         is kept for the next formation."""
-        state, links, formation = self._state, self._links, self._formation
+        state, links, formation, transaction = self._state, self._links, self._formation, self._transaction
         self._state = self._transaction = self._links = self._formation = None
         if links:
             links.drop_all()
+        if transaction:
+            transaction.close()
         if state is None or formation is None:
             return
         if state.version is not None and not state.island:  # an island's ranks all begin where one other island is
@@ -453,13 +453,13 @@ class Worker:
         name = "logprobs" if model == "policy" else "ref_logprobs"
         cut = micro_batches(batch, self.config.train)
         results = self._work_with("actor").logprobs([micro for _, micro in cut], temperature, model)
-        return _with_evaluated(batch, name, [indices for indices, _ in cut], results)
+        return with_evaluated(batch, name, cut, results)
 
     def values(self, batch: TrainingBatch) -> TrainingBatch:
         """Adds the critic's ``values``, shape (B, T), float32: column t of the state in which token t is chosen."""
         cut = micro_batches(batch, self.config.train)
         results = self._work_with("critic").values([micro for _, micro in cut])
-        return _with_evaluated(batch, "values", [indices for indices, _ in cut], results)
+        return with_evaluated(batch, "values", cut, results)
 
     def keep_reference(self) -> None:
         """The current weights become the reference model."""
@@ -469,13 +469,18 @@ class Worker:
     def offload_to_cpu(self, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
         """Bytes freed on this rank's device, by part, their contents being in host memory now; see ``Engine.offload_to_cpu``.
 
-        Whatever is called next brings back what it needs. DeadlineExceeded if a heal that was called off reads the state still.
+        Whatever is called next brings back what it needs.
         """
-        return self._offload(self.engine, parameters, gradients, optimizer)
+        return self._of_all_models(lambda engine: self._offload(engine, parameters, gradients, optimizer))
 
     def backload_to_gpu(self, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
         """Bytes taken on this rank's device, by part: the inverse of ``offload_to_cpu``, ahead of the first use."""
-        return self.engine.backload_to_gpu(parameters, gradients, optimizer)
+        return self._of_all_models(lambda engine: engine.backload_to_gpu(parameters, gradients, optimizer))
+
+    def _of_all_models(self, move: Callable[[Engine], dict[Part, int]]) -> dict[Part, int]:
+        """Bytes moved, by part, of the actor and of its critic if there is one."""
+        moved = [move(engine) for engine in (self.engine, self.state.critic) if engine]
+        return {part: sum(one[part] for one in moved) for part in moved[0]}
 
     def _offload(self, engine: Engine, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
         if self._transaction is not None:
@@ -564,13 +569,6 @@ class Worker:
             for _ in weights:
                 pass  # a collective: every rank of the replica takes part
         self._rollout_weights = self.state.weights_key
-
-
-def _with_evaluated(batch: TrainingBatch, name: str, indices: list[list[int]], results: list[torch.Tensor] | None) -> TrainingBatch:
-    """``batch`` with the tensor ``name`` (B, T); no samples from a rank that does not collect, or of an empty batch."""
-    if not results:
-        return batch.slice(0, 0).with_tensors(**{name: torch.zeros(0, batch.width)})
-    return batch.with_tensors(**{name: in_order(batch, indices, results)})
 
 
 def _out_of_memory(error: Exception) -> bool:

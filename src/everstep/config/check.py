@@ -16,9 +16,11 @@ from pathlib import Path
 from everstep.cluster.environment import check_user_environment, detect_launcher, inside_torchrun
 from everstep.config import derive, semisync
 from everstep.config.schema import Config, Fault, OptimizerConfig
+from everstep.data.functions import check_arguments, load_function
 from everstep.engine.source import ModelShape, describe, resolve
 from everstep.errors import BadInput, ConfigError
 from everstep.layout import Layout
+from everstep.recipes.resize import SCALES
 from everstep.recovery.faults import (
     AT_POINT,
     BEFORE_THE_VOTE_IS_COUNTED,
@@ -225,6 +227,7 @@ def _check_recovery(config: Config) -> None:
             f"recovery.min_replicas={recovery.min_replicas} is more than layout.replicas={layout.replicas}; "
             "the run could never start"
         )
+    _check_resize(config)
     if recovery.silence_s <= recovery.heartbeat_s:
         raise ConfigError(
             f"recovery.silence_s={recovery.silence_s} is not longer than recovery.heartbeat_s={recovery.heartbeat_s}; "
@@ -240,6 +243,27 @@ def _check_recovery(config: Config) -> None:
             raise ConfigError(
                 f"recovery.{key}={deadline_s} must be more than twice recovery.heartbeat_s={recovery.heartbeat_s}: it is judged by heartbeats"
             )
+
+
+def _check_resize(config: Config) -> None:
+    recovery, replicas = config.recovery, config.layout.replicas
+    how = f"recovery.on_resize={recovery.on_resize}"
+    if recovery.on_resize == "keep_batch":
+        return
+    if recovery.on_resize not in SCALES:
+        if ":" not in recovery.on_resize:
+            raise ConfigError(f"{how} is none of keep_batch, {', '.join(SCALES)}, module:function")
+        scale = load_function(recovery.on_resize, "recovery.on_resize")
+        check_arguments(scale, 3, {}, recovery.on_resize, "recovery.on_resize", "nothing more")
+    if config.semisync.method != "none":
+        raise ConfigError(f"{how} and semisync.method={config.semisync.method}: rounds have no smaller steps; use keep_batch")
+    if config.recipe != "sft":
+        raise ConfigError(f"{how} makes smaller steps of recipe=sft alone; use keep_batch with recipe={config.recipe}")
+    if recovery.mode == "wait" or recovery.exact:
+        key = "recovery.mode=wait" if recovery.mode == "wait" else "recovery.exact=true"
+        raise ConfigError(f"{how} lets the weights depend on what died, {key} promises that they do not; use one of the two")
+    if config.sft.samples_per_step % replicas:
+        raise ConfigError(f"{how}: layout.replicas={replicas} does not divide sft.samples_per_step={config.sft.samples_per_step}; change one of them")
 
 
 def _check_faults(config: Config, sizes: derive.Sizes, environ: Mapping[str, str]) -> None:
@@ -314,8 +338,8 @@ def _no_such_moment(fault: Fault, config: Config, sizes: derive.Sizes) -> str:
         for f in config.faults
     ):
         return f"phase=heal: replica {fault.replica} heals only after it lost a rank; plan a fault that kills one before"
-    if fault.phase == "heal" and not config.layout.spares:
-        return "phase=heal: nobody takes a dead rank's place with layout.spares=0"
+    if fault.phase == "heal" and not config.layout.spares and not config.recovery.restart_attempts:
+        return "phase=heal: nobody takes a dead rank's place with layout.spares=0 and recovery.restart_attempts=0"
     return ""
 
 
@@ -456,10 +480,10 @@ def _check_functions(config: Config) -> None:
             load_function(spec, key)
     if derive.is_rl(config):
         pipeline.resolve(config)
+        if config.reward.function and ":" in config.reward.function:
+            load_function(config.reward.function, "reward.function")
     elif config.pipeline:
         raise ConfigError(f"pipeline={config.pipeline} makes the iterations of recipe=grpo or ppo, and recipe={config.recipe} has none; leave it out")
-    if derive.is_rl(config) and config.reward.function and ":" in config.reward.function:
-        load_function(config.reward.function, "reward.function")
 
 
 def _or(numbers: list[int]) -> str:

@@ -36,6 +36,7 @@ UNITS = {
     "replica.count": "replicas",
     "recovery.standby_links_up_to": "replicas",
     "recovery.quarantine_after": "replicas",
+    "recovery.restart_attempts": "processes in a row",
     "layout.tp": "ranks",
     "layout.pp": "ranks",
     "layout.dp": "ranks",

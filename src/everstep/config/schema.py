@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from everstep.config.recovery_schema import RecoveryConfig
 from everstep.config.rl_schema import RewardConfig, RlConfig, RolloutConfig, WarmupConfig
 from everstep.config.section import Section
 
@@ -345,82 +346,6 @@ class CheckpointConfig(Section):
         False,
         description="Save after each evaluation that is better than all before it (RL: accuracy; SFT: loss), and keep that checkpoint, which "
         "`checkpoints/best` names, besides checkpoint.keep_last.",
-    )
-
-
-class RecoveryConfig(Section):
-    enabled: bool = Field(
-        True,
-        description="false: the first death of a rank ends the run, resumable; nothing is kept apart for a recovery, sums are made in "
-        "place, no rank waits for commits.",
-    )
-    mode: Literal["salvage", "retry", "wait"] = Field(
-        "salvage",
-        description="After a death in a step, `salvage`: survivors keep what they computed and compute only what died; `retry`: they "
-        "compute all of it together, anew; `wait`: they wait for a spare and compute what each would have computed without the death.",
-    )
-    exact: bool = Field(
-        False,
-        description="Keep each slot's gradient by itself and add them in a fixed order: the weights are then bitwise independent of "
-        "deaths. Costs 4 bytes per parameter and slot; for proofs, not for speed. Needs engine.deterministic on GPUs.",
-    )
-    standby_links_up_to: int = Field(
-        8,
-        ge=0,
-        description="With at most this many replicas a link is kept ready for each one that may die (one communicator each); with "
-        "more, or 0, survivors form a link after the death.",
-    )
-    quarantine_after: int = Field(
-        2,
-        ge=0,
-        description="Replicas that may die while they compute one and the same slot, before the step goes on without it and its samples "
-        "are listed as dropped. A process counts that ended by itself; fault injection and silence do not. Needs as many replicas and "
-        "spares besides, to survive that. 0: no limit.",
-    )
-    min_replicas: int = Field(
-        1,
-        ge=1,
-        description="With fewer living replicas the run waits for a spare, or stops resumable.",
-    )
-    heartbeat_s: float = Field(1.0, gt=0, description="Seconds between progress reports of a rank.")
-    silence_s: float = Field(
-        30.0,
-        gt=0,
-        description="A rank that says nothing for this long (frozen process, lost node) is killed and replaced.",
-    )
-    progress_timeout_s: float = Field(
-        120.0,
-        gt=0,
-        description="A rank that heartbeats but stays in its phase (or owes the result of a call) for this long after its peers, "
-        "the ranks of the same position in the other replicas, have left it is killed and replaced; a rank's first step has "
-        "recovery.step_timeout_s. Longer than what one replica may lag behind the others (uneven slots).",
-    )
-    fence_s: float = Field(
-        60.0,
-        gt=0,
-        description="A rank that hears nothing from the coordinator for this long is cut off: it stops contributing, and on a lost "
-        "node counts as dead after this time.",
-    )
-    call_timeout_s: float = Field(
-        3600.0,
-        gt=0,
-        description="Deadline of one call of a worker method (rollout, log-probabilities, save), all ranks together (launcher ray).",
-    )
-    step_timeout_s: float = Field(
-        600.0,
-        gt=0,
-        description="Deadline of one phase of a step (compute, reduce, vote, apply).",
-    )
-    link_timeout_s: float = Field(60.0, gt=0, description="Deadline to form a link between replicas.")
-    heal_timeout_s: float = Field(
-        300.0,
-        gt=0,
-        description="Deadline to bring one rank to the current step from its peer.",
-    )
-    reform_timeout_s: float = Field(
-        180.0,
-        gt=0,
-        description="Deadline to re-form a broken replica around a spare.",
     )
 
 

@@ -45,6 +45,7 @@ class Run:
             self._saved_step, self._ended_step, self._verified_step = marked["saved"], marked["ended"], marked["verified"]
             self.summary = dict(marked["summary"])
         self._dispatched = (0, 0.0)
+        self._resumable: tuple[int, dict[str, Any]] = (-1, {})  # the last step from which the recipe can go on, and its state then
 
     @property
     def state(self) -> dict[str, Any]:
@@ -101,6 +102,7 @@ class Run:
         """Checkpoint after every ``checkpoint.every_steps`` committed steps, and at the end (``checkpoint.at_end``). Called where the
         recipe, begun with ``state``, would go on: a replica that joins begins there."""
         step, checkpoint = self.group.committed_step, self.config.checkpoint
+        self._resumable = step, state()
         if last and checkpoint.at_end:
             if step != self._ended_step:
                 self.group.save(state())
@@ -110,6 +112,13 @@ class Run:
         self._tell_saves()
         self.group.mark({"recipe": state(), "saved": self._saved_step, "ended": self._ended_step, "verified": self._verified_step,
                          "summary": self.summary})
+
+    def save_now(self) -> Path | None:
+        """A checkpoint of the committed step, if the recipe can go on from it and it is not saved; its path, or None."""
+        step, state = self._resumable
+        if step != self.group.committed_step or step == self._saved_step:
+            return None
+        return self._save(lambda: state, wait=True)
 
     def _save(self, state: Callable[[], dict[str, Any]], wait: bool) -> Path | None:
         """None if it is on its way, or failed and training is to go on."""

@@ -8,6 +8,7 @@ from typing import Any
 from everstep.cluster.batch import TrainingBatch
 from everstep.data import SampleStream
 from everstep.engine.loss import LossSpec
+from everstep.recipes.resize import step_size
 from everstep.recipes.run import Run, Stopwatch, step_metrics
 from everstep.recipes.schedule import learning_rate
 
@@ -26,9 +27,10 @@ def train(run: Run) -> None:
 
     while (done := group.committed_step * inner) < total:
         watch = Stopwatch()
-        batches = [data.batch(stream.take(config.sft.samples_per_step)) for _ in range(inner)]
         lrs = [learning_rate(config.optimizer, done + i, total) for i in range(1, inner + 1)]
-        result = run.train(batches, LOSS, lrs)
+        sizes = [step_size(config, config.sft.samples_per_step, lr, group.dealt_replicas) for lr in lrs]
+        batches = [data.batch(stream.take(size.samples)) for size in sizes]
+        result = run.train(batches, LOSS, [size.lr for size in sizes])
         done += inner
         stream.mark_trained(sum(map(len, batches)))
         tokens = sum(sum(batch.token_counts()) for batch in batches)

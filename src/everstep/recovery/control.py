@@ -99,6 +99,10 @@ class Control:
             lambda rs: next((r for r in reversed(rs) if r.number == number), None), timeout_s, f"record {number}"
         )
 
+    def halted(self, number: int) -> str | None:
+        """Why all work was given up, if that was said in a record up to this number."""
+        return next((r.cause for r in self._records if r.kind is Kind.HALT and r.number <= number), None)
+
     def newer_than(self, number: int) -> bool:
         """Without waiting: has a record above ``number`` arrived (or the coordinator been lost)?"""
         records = self._records
@@ -158,6 +162,11 @@ class Control:
         member = records[-1].view.member_of(worker) if records else None
         return self._lost is not None or (member is not None and member.build == build)
 
+    def wants_heal(self, number: int) -> bool:
+        """Whether the newest view has this heal (False if the coordinator is lost)."""
+        records = self._records
+        return self._lost is None and bool(records) and any(h.number == number for h in records[-1].view.heals)
+
     def build_after(self, number: int) -> bool:
         """Whether a newer link build was ordered, which makes build ``number`` obsolete, or the coordinator is lost."""
         return self._lost is not None or self._last_build > number
@@ -179,6 +188,11 @@ class Control:
         """This process is about to end itself, and why."""
         self._send({"type": "dying", "cause": cause})
 
+    def leaving(self, cause: str, whole_node: bool) -> None:
+        """This process, or its machine, is about to be taken away, and why."""
+        with contextlib.suppress(Fenced):  # nobody is left to be told
+            self._send({"type": "leaving", "cause": cause, "whole_node": whole_node})
+
     def fault_word(self, number: int, word: str) -> None:
         self._send({"type": "fault", "number": number, "word": word})
 
@@ -190,6 +204,9 @@ class Control:
 
     def link_failed(self, link_id: str, cause: str, void: bool) -> None:
         self._send({"type": "link_failed", "link_id": link_id, "cause": cause, "void": void})
+
+    def heal_failed(self, number: int, cause: str) -> None:
+        self._send({"type": "heal_failed", "number": number, "cause": cause})
 
     def close(self) -> None:
         """Leave in order: the coordinator is told that this is no death."""

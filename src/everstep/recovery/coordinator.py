@@ -1,7 +1,7 @@
 """The one place that decides views and commits. Pure: events in, log records out; no process, no socket, no clock.
 
 Each method takes one event and returns the records it causes, in order; the caller makes them durable, then publishes them
-(:mod:`everstep.recovery.server`). Between events the coordinator is in one of four states:
+(:mod:`everstep.recovery.server`). Between events the coordinator is in one of five states:
 
     =========  ===================================================  ==========================================
     state      meaning                                              leaves it
@@ -13,6 +13,8 @@ Each method takes one event and returns the records it causes, in order; the cal
                                                                     no source         -> LOST
     HELD       fewer members than the minimum: nothing commits      joiner ready      -> VOTING
                                                                     no source         -> LOST
+                                                                    halt()            -> HALTED
+    HALTED     the step in progress is given up for good            never; what members hold is saved
     LOST       no living replica holds the committed state          never; the run resumes from a checkpoint
     =========  ===================================================  ==========================================
 
@@ -38,9 +40,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from everstep.errors import DeadlineExceeded, InvariantViolated
-from everstep.recovery.view import Deal, Epoch, Kind, Member, Outcome, Record, View, Vote, link_name
+from everstep.recovery.view import Deal, Epoch, Heal, Kind, Member, Outcome, Record, View, Vote, link_name
 
 MAX_MISMATCHES = 3  # totals that differ between replicas this often for one step are no transient fault
+MAX_HEAL_FAILURES = 5  # nor is a heal that fails so often for one life of a replica, with its sources alive
 MAX_LINK_FAILURES = 10  # nor is a link that breaks this often for one step, with every process alive
 
 
@@ -48,6 +51,7 @@ class State(StrEnum):
     FORMING = "forming"
     VOTING = "voting"
     HELD = "held"
+    HALTED = "halted"
     LOST = "lost"
 
 
@@ -90,12 +94,13 @@ class Coordinator:
         self.mode = mode
         self.min_replicas = min_replicas
         self.committed = committed
-        self.view = View(Epoch(incarnation, 0), (), frozenset(), committed, "none")
+        self.view = View(Epoch(incarnation, 0), (), (), committed, "none")
         self.votes: dict[str, Vote] = {}
         self.build: Build | None = None      # one at a time, the same order everywhere
         self.waiting: list[Member] = []      # formed replicas whose link is not being built yet
         self.standbys: dict[tuple[Member, ...], str] = {}  # complete links of those who would survive a death
         self.slots: tuple[tuple[str, ...], ...] = ()  # sample ids of the step in progress, by slot
+        self.dealt = 0                       # to how many replicas the last commit (or the first view) dealt the next step
         self.begun = committed               # last step announced by begin()
         self._standbys_up_to = standbys_up_to if mode is not Mode.WAIT else 0
         self._quarantine_after = quarantine_after
@@ -104,6 +109,9 @@ class Coordinator:
         self._mismatches = 0
         self._nonfinite = 0
         self._link_failures = 0
+        self._heal_failures: dict[Member, int] = {}
+        self._heals = 0
+        self._holding: set[str] = set()  # workers that have said, in a vote for the step in progress, that they hold the committed state
         self._records = 0
         self._links = 0
 
@@ -116,14 +124,18 @@ class Coordinator:
         self.state = State.VOTING
         if self.mode is Mode.WAIT:
             self.min_replicas = len(members)
-        return [self._new_view(tuple(members), frozenset(), "start", redeal=True), *self._next_build()]
+        record = self._new_view(tuple(members), (), "start", redeal=True)
+        self.dealt = len(self.view.deal.lives)
+        return [record, *self._next_build()]
 
     def restart_at(self, step: int) -> list[Record]:
         """All members loaded a checkpoint of ``step``: a new view says so. Before the first commit of this incarnation only."""
         if self.begun != self.committed or self.committed != 0:
             raise InvariantViolated(f"cannot restart at step {step}: step {self.begun} has begun")
         self.committed = self.begun = step
-        return [self._new_view(self.view.members, self.view.healing, f"checkpoint of step {step}", redeal=True)]
+        record = self._new_view(self.view.members, self.view.heals, f"checkpoint of step {step}", redeal=True)
+        self.dealt = len(self.view.deal.lives)
+        return [record]
 
     def resume(self, last: Record, present: list[Member], number: int) -> list[Record]:
         """In the place of open(): the log of an earlier coordinator ends with ``last``, and these of its members live and hold what it
@@ -133,10 +145,11 @@ class Coordinator:
             raise InvariantViolated("the coordinator was opened twice")
         self.state = State.VOTING
         self.committed = self.begun = last.view.committed
-        self._records = self._links = number
+        self._records = self._links = self._heals = number
         self.view = dataclasses.replace(last.view, epoch=self.view.epoch)
         members = tuple(m for m in last.view.members if m in present)
-        record = self._new_view(members, last.view.healing & {m.replica for m in members}, "coordinator restarted", redeal=True)
+        record = self._new_view(members, self._still_healing(members), "coordinator restarted", redeal=True)
+        self.dealt = len(self.view.deal.lives)
         self._weigh_members()
         return [record, *self._next_build()]
 
@@ -150,9 +163,11 @@ class Coordinator:
         """Late votes (an older epoch, a committed step, an expelled worker) have no effect."""
         if self.state is State.LOST or vote.step != self.committed + 1 or vote.epoch != self.view.epoch:
             return []
-        if vote.worker not in self.view.workers:
+        if vote.worker not in self.view.workers or self.state is State.HALTED:
             return []
         self.votes[vote.worker] = vote
+        if vote.healed:
+            self._holding.add(vote.worker)
         return self._decide()
 
     def death(self, worker: str, cause: str, computing: tuple[int, ...] = ()) -> list[Record]:
@@ -174,18 +189,45 @@ class Coordinator:
         self.standbys = {members: link for members, link in self.standbys.items() if dead not in members}
         self._unbuildable.clear()
         self._link_failures = 0
-        if self.state is State.VOTING and survivors and self._all_voted(survivors) and self._agree(survivors) and self._finite(survivors):
-            record = self._commit(Outcome.APPLY, survivors, frozenset(), cause)
+        healing = self._still_healing(survivors)
+        decided = bool(survivors) and self._all_voted(survivors) and self._agree(survivors) and self._finite(survivors)
+        if self.state is State.VOTING and decided and len(healing) < len(survivors):
+            record = self._commit(Outcome.APPLY, survivors, cause)
         else:
-            record = self._new_view(survivors, self.view.healing - {dead.replica}, cause, redeal=False)
+            record = self._new_view(survivors, healing, cause, redeal=False)
         self._weigh_members()
-        return [record, *self._next_build()]
+        return [record] if self.state is State.HALTED else [record, *self._next_build()]
 
     def _weigh_members(self) -> None:
         if not self.view.contributors:
             self.state = State.LOST
-        elif len(self.view.members) < self.min_replicas:
+        elif self.state is not State.HALTED and len(self.view.members) < self.min_replicas:
             self.state = State.HELD
+
+    def leave(self, replica: int, cause: str, replaceable: bool) -> list[Record]:
+        """A member leaves between two steps, its ranks alive: nobody has begun the next one, so its slots are dealt anew, and nothing is
+        lost. Has no effect if a step is in progress, if the others could not go on without it (``replaceable``: they can be held for
+        the moment until it is back), or if nobody else holds the state."""
+        member = self.view.member(replica)
+        rest = tuple(m for m in self.view.members if m is not member)
+        enough = len(rest) >= self.min_replicas or replaceable
+        heals = self._still_healing(rest)
+        if member is None or self.begun != self.committed or self.state is not State.VOTING or not enough or len(heals) >= len(rest):
+            return []
+        self._forget_builds(member)
+        record = self._new_view(rest, heals, cause, redeal=True)
+        if len(rest) < self.min_replicas:
+            self.state = State.HELD
+        return [record, *self._next_build()]
+
+    def _forget_builds(self, gone: Member) -> None:
+        """Links with a member that is gone are of no use; a joiner that lives waits for the next build."""
+        if self.build and gone in self.build.members:
+            if self.build.joiner and self.build.joiner is not gone:
+                self.waiting.insert(0, self.build.joiner)
+            self.build = None
+        self.standbys = {members: link for members, link in self.standbys.items() if gone not in members}
+        self._unbuildable.clear()
 
     def joiner(self, member: Member) -> list[Record]:
         """A replica was formed anew and waits to enter."""
@@ -209,8 +251,8 @@ class Coordinator:
             return self._next_build()
         if self.state is not State.HELD:
             return []  # it enters with the next commit
-        members, healing, link_id = self._with_joiner(self.view.members)
-        record = self._new_view(members, self.view.healing | healing, "joiner ready", redeal=False, link_id=link_id)
+        members, heals, link_id = self._with_joiner(self.view.members, self.view.heals)
+        record = self._new_view(members, heals, "joiner ready", redeal=False, link_id=link_id)
         self.state = State.HELD if len(members) < self.min_replicas else State.VOTING
         return [record, *self._next_build()]
 
@@ -232,7 +274,7 @@ class Coordinator:
         ``void``: the ledgers contradict each other, all are emptied. Raises DeadlineExceeded if this happens MAX_LINK_FAILURES times
         in one step.
         """
-        if link_id != self.view.link_id or self.state is State.LOST:
+        if link_id != self.view.link_id or self.state in (State.LOST, State.HALTED):
             return []
         self._link_failures += 1
         if self._link_failures >= MAX_LINK_FAILURES:
@@ -240,7 +282,32 @@ class Coordinator:
                 f"step {self.committed + 1}: the link between replicas {list(self.view.replicas)} broke {self._link_failures} times "
                 f"with every process alive ({cause}); check the network between their nodes, then resume with resume=auto"
             )
-        return [self._new_view(self.view.members, self.view.healing, cause, redeal=void)]
+        return [self._new_view(self.view.members, self.view.heals, cause, redeal=void)]
+
+    def heal_failed(self, number: int, cause: str) -> list[Record]:
+        """A heal in progress came to nothing, though its source lives as far as is known: it begins anew, from another source if there
+        is one. Raises DeadlineExceeded if this happens MAX_HEAL_FAILURES times to one life of a replica."""
+        heal = next((h for h in self.view.heals if h.number == number), None)
+        if heal is None or self.state in (State.LOST, State.HALTED):
+            return []  # it is over
+        member = self.view.member(heal.replica)
+        assert member is not None
+        self._heal_failures[member] = self._heal_failures.get(member, 0) + 1
+        if self._heal_failures[member] >= MAX_HEAL_FAILURES:
+            raise DeadlineExceeded(
+                f"step {self.committed + 1}: replica {heal.replica} could not be healed in {MAX_HEAL_FAILURES} tries ({cause}); check the "
+                "network between the nodes of its ranks and the others', then resume with resume=auto"
+            )
+        others = tuple(h for h in self.view.heals if h is not heal)
+        heals = (*others, self._heal(heal.replica, self.view.contributors, others, not_from=heal.source))
+        return [self._new_view(self.view.members, heals, f"heal of replica {heal.replica} failed: {cause}", redeal=False)]
+
+    def halt(self, cause: str) -> list[Record]:
+        """Fewer members than the minimum, and nobody will come: the step in progress is given up. Has no effect unless HELD."""
+        if self.state is not State.HELD:
+            return []
+        self.state, self.build, self.waiting = State.HALTED, None, []
+        return [self._record(Kind.HALT, cause=cause)]
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
@@ -251,15 +318,15 @@ class Coordinator:
             self._mismatches += 1
             if self._mismatches >= MAX_MISMATCHES:
                 raise InvariantViolated(self._describe_mismatch())
-            return [self._new_view(self.view.members, self.view.healing, "totals differ between replicas", redeal=True)]
+            return [self._new_view(self.view.members, self.view.heals, "totals differ between replicas", redeal=True)]
         if not self._finite(self.view.members):
             self._nonfinite += 1
             if self._nonfinite == 1:
-                return [self._new_view(self.view.members, self.view.healing, "non-finite gradient: computed once more", redeal=True)]
+                return [self._new_view(self.view.members, self.view.heals, "non-finite gradient: computed once more", redeal=True)]
             outcome = Outcome.SKIP
         else:
             outcome = Outcome.APPLY
-        return [self._commit(outcome, self.view.members, frozenset(), ""), *self._next_build()]
+        return [self._commit(outcome, self.view.members, ""), *self._next_build()]
 
     def _all_voted(self, members: tuple[Member, ...]) -> bool:
         return all(w in self.votes for m in members for w in m.workers)
@@ -279,67 +346,92 @@ class Coordinator:
     def _finite(self, members: tuple[Member, ...]) -> bool:
         return all(self.votes[w].finite for m in members for w in m.workers)
 
-    def _commit(self, outcome: Outcome, members: tuple[Member, ...], healing: frozenset[int], cause: str) -> Record:
-        """Record the step; its record carries the view of the next one, with a joiner if one is ready, and deals its slots."""
+    def _commit(self, outcome: Outcome, members: tuple[Member, ...], cause: str) -> Record:
+        """Record the step; its record carries the view of the next one, with a joiner if one is ready, and deals its slots. Replicas
+        that healed until the vote contribute from now on."""
         before, step = self.view, self.committed + 1
         vote = self.votes[members[0].workers[0]]
         left_out = set(before.quarantined) - set(vote.slots)
         samples = tuple(s for slot, ids in enumerate(self.slots) if slot not in left_out for s in ids)
         dropped = tuple(s for slot, ids in enumerate(self.slots) if slot in left_out for s in ids)
         self.committed = step
+        heals = self._still_healing(members)
+        self._holding.clear()
         self._mismatches = self._nonfinite = self._link_failures = 0
         self._died_of.clear()
         epoch, link_id, ready = before.epoch, before.link_id, before.link_ready
         if members != before.members:
             epoch, link_id, ready = before.epoch.next(), *self._link_of(members)
         elif self.build and self.build.joiner and self.build.ready:
-            members, healing, link_id = self._with_joiner(members)
+            members, heals, link_id = self._with_joiner(members, heals)
             self.standbys[before.members] = before.link_id  # whole and in use until now: it serves if the joiner dies
             epoch, ready = before.epoch.next(), True
-        self.view = View(epoch, members, healing, step, link_id, ready, self._deal(members, healing), self._kept_links())
-        self.votes = {}
+        self.view = View(epoch, members, heals, step, link_id, ready, self._deal(members, heals), self._kept_links())
+        self.votes, self.dealt = {}, len(self.view.deal.lives)
         return self._record(Kind.COMMIT, step=step, epoch=before.epoch, outcome=outcome, samples=samples, dropped=dropped,
                             divisor=vote.divisor, cause=cause)
 
-    def _with_joiner(self, members: tuple[Member, ...]) -> tuple[tuple[Member, ...], frozenset[int], str]:
-        """Members with the joiner among them, who heals, and their link."""
+    def _with_joiner(self, members: tuple[Member, ...], heals: tuple[Heal, ...]) -> tuple[tuple[Member, ...], tuple[Heal, ...], str]:
+        """Members and heals with the joiner among them, and their link."""
         assert self.build is not None and self.build.joiner is not None
         build, self.build = self.build, None
         assert build.joiner is not None
         joined = tuple(sorted((*members, build.joiner), key=lambda m: m.replica))
-        return joined, frozenset({build.joiner.replica}), build.link_id
+        healing = {h.replica for h in heals}
+        sources = tuple(m.replica for m in members if m.replica not in healing)
+        return joined, (*heals, self._heal(build.joiner.replica, sources, heals)), build.link_id
+
+    def _heal(self, replica: int, sources: tuple[int, ...], heals: tuple[Heal, ...], not_from: int | None = None) -> Heal:
+        """From the contributor that serves the fewest, of the version that is committed."""
+        serving = [h.source for h in heals]
+        self._heals += 1
+        return Heal(self._heals, replica, min(sources, key=lambda s: (s == not_from, serving.count(s), s)), self.committed)
+
+    def _still_healing(self, members: tuple[Member, ...]) -> tuple[Heal, ...]:
+        """The heals that go on among these members, of whoever has not voted with the state in its hands. Those whose source is gone
+        begin anew, if there is anybody to serve them."""
+        heals = tuple(
+            h for h in self.view.heals for m in members if m.replica == h.replica and not self._holding.issuperset(m.workers)
+        )
+        healing = {h.replica for h in heals}
+        sources = tuple(m.replica for m in members if m.replica not in healing)
+        goes_on = tuple(h for h in heals if h.source in sources or not sources)
+        for lost in heals:
+            if lost not in goes_on:
+                goes_on = (*goes_on, self._heal(lost.replica, sources, goes_on))
+        return goes_on
 
     def _next_build(self) -> list[Record]:
         """Order the next link build: a joiner's before standbys."""
-        if self.build or not self.view.contributors or self.state is State.LOST:
+        if self.build or not self.view.contributors or self.state in (State.LOST, State.HALTED):
             return []
         if self.waiting:
             joiner = self.waiting.pop(0)
             members = tuple(sorted((*self.view.members, joiner), key=lambda m: m.replica))
-            healing = frozenset({joiner.replica})
         else:
             wanted = self._next_standby()
             if wanted is None:
                 return []
-            joiner, members, healing = None, wanted, frozenset()
+            joiner, members = None, wanted
         self.build = Build(self._new_link(members), members, joiner)
         self._records += 1
-        return [Record(self._records, Kind.BUILD, View(self.view.epoch, members, healing, self.committed, self.build.link_id))]
+        return [Record(self._records, Kind.BUILD, View(self.view.epoch, members, (), self.committed, self.build.link_id))]
 
     def _next_standby(self) -> tuple[Member, ...] | None:
         """Members without one of them, for whom there is no link yet. A single survivor needs none."""
         members = self.view.members
-        if not 3 <= len(members) <= self._standbys_up_to or self.view.healing:
+        if not 3 <= len(members) <= self._standbys_up_to or self.view.heals:
             return None
         without = [tuple(m for m in members if m is not one) for one in members]
         return next((rest for rest in without if rest not in self.standbys and rest not in self._unbuildable), None)
 
     # -- records ------------------------------------------------------------------------------------------------------
 
-    def _deal(self, members: tuple[Member, ...], healing: frozenset[int]) -> Deal:
+    def _deal(self, members: tuple[Member, ...], heals: tuple[Heal, ...]) -> Deal:
         if self.mode is Mode.WAIT:
             dealt = members if len(members) >= self.min_replicas else ()
         else:
+            healing = {h.replica for h in heals}
             dealt = tuple(m for m in members if m.replica not in healing)
         return Deal(self.view.deal.number + 1, tuple((m.replica, m.build) for m in dealt))
 
@@ -356,13 +448,13 @@ class Coordinator:
         return link_name(members, self._links)
 
     def _new_view(
-        self, members: tuple[Member, ...], healing: frozenset[int], cause: str, *, redeal: bool, link_id: str | None = None
+        self, members: tuple[Member, ...], heals: tuple[Heal, ...], cause: str, *, redeal: bool, link_id: str | None = None
     ) -> Record:
         name, ready = (link_id, True) if link_id else self._link_of(members)
-        deal = self._deal(members, healing) if redeal or self.mode is not Mode.SALVAGE else self.view.deal
+        deal = self._deal(members, heals) if redeal or self.mode is not Mode.SALVAGE else self.view.deal
         limit = self._quarantine_after
         quarantined = tuple(sorted(slot for slot, dead in self._died_of.items() if 0 < limit <= len(dead)))
-        self.view = View(self.view.epoch.next(), members, healing, self.committed, name, ready, deal, self._kept_links(), quarantined)
+        self.view = View(self.view.epoch.next(), members, heals, self.committed, name, ready, deal, self._kept_links(), quarantined)
         self.votes = {}
         return self._record(Kind.VIEW, cause=cause)
 

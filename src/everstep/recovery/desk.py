@@ -57,7 +57,8 @@ class Listener:
     ``place(worker)``: (replica, rank), (-1, -1) for a spare, (-2, number) for a rollout engine. ``on_phase(worker, step, phase)`` when a rank enters a phase (fault
     injection listens here), ``on_death(worker, cause)`` once for every worker that is expelled (its process must then be killed and
     confirmed dead: rule 8), ``on_record`` for every record published, ``on_word(worker, number, word)`` when a rank answers an order
-    of fault injection. ``injected(worker)``: whether it was struck by fault injection.
+    of fault injection. ``injected(worker)``: whether it was struck by fault injection. ``on_leaving(worker, cause, whole_node)`` when a
+    rank was told that it, or its machine, is about to be taken away.
     """
 
     place: Callable[[str], tuple[int, int]]
@@ -66,6 +67,7 @@ class Listener:
     on_record: Callable[[Record], None] = lambda record: None
     on_word: Callable[[str, int, str], None] = lambda worker, number, word: None
     injected: Callable[[str], bool] = lambda worker: False
+    on_leaving: Callable[[str, str, bool], None] = lambda worker, cause, whole_node: None
 
 
 class Desk:
@@ -126,6 +128,28 @@ class Desk:
         with self._changed:
             if not any(worker in self.dead for worker in member.workers):
                 self._event(lambda: self.coordinator.joiner(member))
+
+    def leave(self, replica: int, cause: str, replaceable: bool) -> bool:
+        """A replica leaves the view between two steps (:meth:`Coordinator.leave`); whether it did."""
+        with self._changed:
+            self._event(lambda: self.coordinator.leave(replica, cause, replaceable))
+            return self.coordinator.view.member(replica) is None
+
+    def retire(self, worker: str, cause: str) -> None:
+        """A worker that belongs to no member leaves for good; that is no death."""
+        with self._changed:
+            if worker in self.dead or self._closed:
+                return
+            self.dead[worker] = cause
+            session = self._sessions.pop(worker, None)
+        replica, rank = self._listener.place(worker)
+        self._events.emit("retire", replica=replica, rank=rank, worker=worker, cause=cause)
+        if session:
+            session.close()
+
+    def halt(self, cause: str) -> None:
+        """Too few members, for good: the step in progress is given up (:meth:`Coordinator.halt`)."""
+        self._event(lambda: self.coordinator.halt(cause))
 
     def expel(self, worker: str, cause: str, ended: bool = False) -> None:
         """Take a worker out of every view. Idempotent; returns after the new view is published. ``ended``: its process ended by
@@ -252,6 +276,8 @@ class Desk:
                                   healing=sorted(view.healing), cause=record.cause, deal=view.deal.number,
                                   dealt=list(view.deal.replicas), quarantined=list(view.quarantined))
                 self._healing = view.healing
+            case Kind.HALT:
+                self._events.emit("halt", step=view.committed, epoch=view.epoch.key, members=members, cause=record.cause)
             case Kind.BUILD:
                 self._events.emit("link_build", link=view.link_id, members=members)
 
@@ -294,10 +320,14 @@ class Desk:
                 self._event(lambda: self._acknowledged(worker, message["link_id"]))
             case "link_failed":
                 self._event(lambda: self.coordinator.link_failed(message["link_id"], message["cause"], message["void"]))
+            case "heal_failed":
+                self._event(lambda: self.coordinator.heal_failed(message["number"], message["cause"]))
             case "bye":
                 with self._changed:
                     self._sessions.pop(worker, None)  # it leaves in order; what follows is no death
                     self._changed.notify_all()
+            case "leaving":
+                self._listener.on_leaving(worker, message["cause"], message["whole_node"])
             case "dying":
                 self.expel(worker, message["cause"], ended=True)
             case "fault":

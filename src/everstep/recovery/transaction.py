@@ -21,21 +21,29 @@ import struct
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
 import torch
 
-from everstep.config.schema import RecoveryConfig
-from everstep.errors import Fenced, LedgersDiffer, LinkBroken, ReplicaBroken
+from everstep.config.recovery_schema import RecoveryConfig
+from everstep.errors import (
+    DeadlineExceeded,
+    Fenced,
+    Halted,
+    InvariantViolated,
+    LedgersDiffer,
+    LinkBroken,
+    ReplicaBroken,
+)
 from everstep.recovery import heal
 from everstep.recovery.control import Control
-from everstep.recovery.healing import Healing
+from everstep.recovery.healing import Healing, Stage
 from everstep.recovery.ledger import Contribution, Inventory, Ledger
 from everstep.recovery.link import Link, Links
 from everstep.recovery.replica import ReplicaWorld
-from everstep.recovery.view import Epoch, Kind, Outcome, Record, View, Vote, assign
+from everstep.recovery.view import Epoch, Heal, Kind, Outcome, Record, View, Vote, assign
 from everstep.telemetry.events import EventLog
 
 LINK_GRACE_S = 1.0
@@ -86,10 +94,24 @@ class Work(Protocol):
         """Global gradient norm over the replica (collective inside the replica only). ``sums``: of all contributions."""
 
     def apply(self, total: Total) -> None:
-        """Local arithmetic, and the inner data-parallel gather of parameters."""
+        """Local arithmetic, and the inner data-parallel gather of parameters. The total may be in host memory."""
 
     def skip(self) -> None:
         """The step is committed as a skip: the state is to be that of the last commit."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A committed total that a healing rank will apply once it holds the state before it. On the host, whatever the device."""
+
+    work: Work
+    outcome: Outcome
+    total: Total
+
+    @staticmethod
+    def of(work: Work, outcome: Outcome, total: Total) -> Kept:
+        gradients = [g.cpu() for g in total.gradients] if outcome is Outcome.APPLY else []
+        return Kept(work, outcome, replace(total, gradients=gradients))
 
 
 @dataclass
@@ -114,6 +136,10 @@ class Transaction:
         world: ReplicaWorld, healing: Healing, state: heal.State, events: EventLog,
     ):
         self._config, self._replica, self._build, self._rank, self._worker = config, replica, build, rank, worker
+        self._heal: Heal | None = None  # the heal that I am in, or was in last
+        self._join_failure = ""
+        self._behind = False            # the state is not that of the last committed step: totals are kept until it is
+        self._kept: list[Kept] = []     # committed totals of the steps after the version that the heal brings
         self._entered = False  # some view has had this life of the replica as a member
         self._control, self._links, self._world, self._healing = control, links, world, healing
         self._state, self._events = state, events
@@ -148,6 +174,8 @@ class Transaction:
                     # No death is survived, so the commit needs no waiting for: whoever lacks it resumes from a checkpoint.
                     return self._finish(work, Outcome.APPLY, total, attempts, sent_bytes)
                 decision = self._control.after(record.number, self._config.step_timeout_s, f"the commit of step {work.step}")
+                if decision.kind is Kind.HALT:
+                    raise Halted(f"step {work.step} was given up: {decision.cause}")
                 if decision.kind is Kind.COMMIT and decision.step == work.step:
                     if decision.epoch != total.epoch:
                         raise Fenced(
@@ -156,7 +184,6 @@ class Transaction:
                     return self._finish(work, decision.outcome, total, attempts, sent_bytes)
                 self._void(record, work.step, decision.cause)
         finally:
-            self._healing.forget()
             self._enter(Phase.IDLE, work.step)
 
     def _await_next_view(self, record: Record, broken: LinkBroken) -> None:
@@ -167,8 +194,13 @@ class Transaction:
         self._control.after(record.number, self._config.step_timeout_s, "the next view after a broken link")
 
     def settle(self) -> None:
-        """Between steps: nobody reads this rank's state any more once this returns. Raises DeadlineExceeded."""
+        """Between steps: nobody reads this rank's state any more once this returns."""
         self._healing.settle()
+
+    def close(self) -> None:
+        """The rank leaves its replica; nobody reads or writes its state once this returns."""
+        self._kept.clear()
+        self._healing.close()
 
     # -- one attempt -----------------------------------------------------------------------------------------------------
 
@@ -183,6 +215,8 @@ class Transaction:
         )
         number = max(n for (n,) in self._world.agree((current.number,), f"the view of step {step}"))
         record = self._control.numbered(number, self._config.step_timeout_s)
+        if cause := self._control.halted(number):
+            raise Halted(f"step {step} was given up: {cause}")
         member = record.view.member(self._replica)
         if member is None or member.build != self._build:
             raise ReplicaBroken(f"replica {self._replica} is not in view {record.view.epoch}: {record.cause}")
@@ -203,10 +237,13 @@ class Transaction:
         """Fill the ledger, complete it with the others, reduce, vote. Raises LinkBroken if the attempt is void."""
         view = record.view
         stale: Callable[[], bool] = lambda: self._control.newer_than(record.number)
-        if self._replica in view.healing:
-            self._heal(view, stale)
+        one = view.heal_of(self._replica)
+        if one:
+            self._catch_up(work, view, one, stale)
+        elif self._behind:
+            raise InvariantViolated(f"step {work.step}: replica {self._replica} is to contribute, but rank {self._rank} is not healed")
         else:
-            self._healing.serve(view, stale)  # in the background, while I compute
+            self._healing.serve(view)  # in the background, while I compute
         if ledger.open(view.deal.number):
             work.restart()
             member = view.member(self._replica)
@@ -214,7 +251,6 @@ class Transaction:
             mine = tuple(slot for slot in mine if slot not in view.quarantined)
             self._dealt = len(mine) if self._dealt is None else self._dealt
             self._fill(Phase.COMPUTE, work, view, ledger, mine)
-        self._healing.finish()
         while True:
             link, inventory = self._exchange(work, record, ledger, stale)
             missing = inventory.missing(view.quarantined)
@@ -298,10 +334,21 @@ class Transaction:
         self._tell("vote", work.step, view.epoch, deal=view.deal.number, ledger=list(slots), held=list(ledger.held),
                    divisor=total.divisor, finite=finite, grad_norm=total.grad_norm, digest=digest)
         bits = struct.unpack("<q", struct.pack("<d", total.grad_norm))[0]
-        self._control.vote(Vote(self._worker, work.step, view.epoch, digest, total.divisor, bits, finite, slots))
+        self._control.vote(Vote(self._worker, work.step, view.epoch, digest, total.divisor, bits, finite, not self._behind, slots))
 
     def _finish(self, work: Work, outcome: Outcome, total: Total, attempts: int, sent_bytes: int) -> StepReport:
         self._enter(Phase.APPLY, work.step)
+        if self._behind:
+            self._kept.append(Kept.of(work, outcome, total))
+            self._tell("keep", work.step, total.epoch, kept=len(self._kept))
+        else:
+            self._healing.before_change()
+            self._change_state(work, outcome, total)
+        self._enter(Phase.IDLE, work.step)
+        return StepReport(work.step, outcome, total.sums.tolist(), total.grad_norm, attempts,
+                          self._computed - (self._dealt or 0), dict(self._seconds), link_bytes=self._links.sent_bytes - sent_bytes)
+
+    def _change_state(self, work: Work, outcome: Outcome, total: Total) -> None:
         if outcome is Outcome.APPLY:
             self._state.version = None  # dirty until every tensor is written
             work.apply(total)
@@ -310,27 +357,57 @@ class Transaction:
             work.skip()
             self._tell("skip", work.step, total.epoch)
         self._state.version = work.step
-        self._enter(Phase.IDLE, work.step)
-        return StepReport(work.step, outcome, total.sums.tolist(), total.grad_norm, attempts,
-                          self._computed - (self._dealt or 0), dict(self._seconds), link_bytes=self._links.sent_bytes - sent_bytes)
 
-    def _heal(self, view: View, stale: Callable[[], bool]) -> None:
-        """Receive version ``view.committed`` from my position's peer, unless I hold it. The ranks of a replica heal together
-        or not at all: one that went on to compute would wait in a collective for one that left the attempt."""
-        source = view.heal_source(self._replica)
-        self._enter(Phase.HEAL, view.committed + 1)
-        self._tell("heal_start", view.committed, view.epoch, source=source)
-        broken = ""
+    def _catch_up(self, work: Work, view: View, one: Heal, stale: Callable[[], bool]) -> None:
+        """Go on with my heal: begin it, look how far it is, and once it is done apply what was committed meanwhile.
+
+        It is waited for only if I am dealt slots, or have kept as many totals as I may. The ranks of a replica do all of this
+        together: applying is a collective of theirs, and one that went on to compute would wait for one that left the attempt.
+        Raises LinkBroken.
+        """
+        self._enter(Phase.HEAL, work.step)
+        if one != self._heal:  # another one than before: its pieces and the totals since then are void
+            self._heal, self._behind = one, True
+            self._kept.clear()
+            self._tell("heal_start", one.version, view.epoch, source=one.source)
+            self._agree_on_stage(work, one, self._joined(view, one))
+        if not self._behind:
+            return
+        member = view.member(self._replica)
+        must = bool(member and view.deal.share(member, work.slots)) or len(self._kept) >= self._config.heal_backlog_steps
+        must = must or self._state.island  # rounds are long, and begin with the engine where the state is
+        stages = self._agree_on_stage(work, one, self._healing.wait(stale) if must else self._healing.stage())
+        if all(stage is Stage.DONE for stage in stages):
+            self._state.version = one.version
+            healed = self._healing.healed
+            self._tell("heal_done", one.version, view.epoch, source=one.source, heal_bytes=healed.nbytes, seconds=healed.seconds,
+                       kept=len(self._kept))
+            for kept in self._kept:
+                self._change_state(kept.work, kept.outcome, kept.total)
+            self._kept.clear()
+            self._behind = False
+
+    def _joined(self, view: View, one: Heal) -> Stage:
         try:
-            healed = self._healing.receive(view, stale)
-            self._tell("heal_done", view.committed, view.epoch, source=source, heal_bytes=healed.nbytes, seconds=healed.seconds)
-        except LinkBroken as error:
-            broken = str(error)
-        healed_all = self._world.agree((int(not broken),), f"the heal before step {view.committed + 1}")
-        if not all(ok for (ok,) in healed_all):
+            self._healing.join(view, one)
+        except (LinkBroken, DeadlineExceeded) as error:
+            self._join_failure = str(error)
+            return Stage.FAILED
+        return Stage.GOING_ON
+
+    def _agree_on_stage(self, work: Work, one: Heal, mine: Stage) -> list[Stage]:
+        """Of all ranks of my replica. Raises LinkBroken, and tells the coordinator, if the heal of one has failed."""
+        stages = [Stage(s) for (s,) in self._world.agree((int(mine),), f"the heal before step {work.step}")]
+        if mine is Stage.FAILED:
+            self._control.heal_failed(one.number, self._healing.failure or self._join_failure)
+        if min(stages) is Stage.FAILED:
+            self._heal = None
             if self._state.island:  # the next source is another one, and its local weights are not this one's
                 self._state.version = None
-            raise LinkBroken(broken or "another rank of this replica was not healed")
+            raise LinkBroken(self._healing.failure or self._join_failure or "another rank of this replica was not healed")
+        if min(stages) is Stage.OVERTAKEN:
+            raise LinkBroken("a newer view came while the heal was waited for")
+        return stages
 
     # -- telling ------------------------------------------------------------------------------------------------------------
 

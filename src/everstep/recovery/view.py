@@ -66,11 +66,25 @@ class Deal:
 
 
 @dataclass(frozen=True)
+class Heal:
+    """A replica receives the state of ``version`` from a contributor, position by position, over as many steps as that takes.
+
+    It takes part in every step meanwhile: adds zeros, votes for the total, and keeps what is committed, to apply it once it has the
+    state. A heal that fails, or whose source leaves, is begun anew, of the version then committed, under another ``number``.
+    """
+
+    number: int
+    replica: int
+    source: int
+    version: int
+
+
+@dataclass(frozen=True)
 class View:
     """Which replicas take part in the transaction ``committed + 1``.
 
-    ``healing`` replicas take part with no slots: they receive the state of version ``committed`` from a contributor while it
-    computes, add zeros to the total, vote, and apply like everybody else; the next commit makes them contributors.
+    ``heals``: those of the members that do not hold the committed state yet (``healing``); the others are contributors. A healing
+    replica has no slots, and becomes a contributor with the commit for which all its ranks voted with the state in their hands.
     ``link_ready`` is true only if every rank of every member acknowledged the link's warm-up; otherwise members form it at
     their next reduce. ``links`` names the links beside it that stay of use: standbys, and the one in construction. ``quarantined``:
     slots of this step that nobody computes any more, because replicas died of it.
@@ -78,7 +92,7 @@ class View:
 
     epoch: Epoch
     members: tuple[Member, ...]
-    healing: frozenset[int]
+    heals: tuple[Heal, ...]
     committed: int
     link_id: str
     link_ready: bool = False
@@ -90,12 +104,17 @@ class View:
         replicas = [m.replica for m in self.members]
         if replicas != sorted(set(replicas)):
             raise ValueError(f"members must be unique and sorted, got {replicas}")
-        if not self.healing <= set(replicas):
-            raise ValueError(f"healing {sorted(self.healing)} must be members {replicas}")
+        healing = [h.replica for h in self.heals]
+        if not set(healing) <= set(replicas) or len(set(healing)) < len(healing) or any(h.source in healing for h in self.heals):
+            raise ValueError(f"heals {self.heals} must be of members {replicas}, one each, from contributors")
 
     @property
     def replicas(self) -> tuple[int, ...]:
         return tuple(m.replica for m in self.members)
+
+    @property
+    def healing(self) -> frozenset[int]:
+        return frozenset(h.replica for h in self.heals)
 
     @property
     def contributors(self) -> tuple[int, ...]:
@@ -111,10 +130,8 @@ class View:
     def member_of(self, worker: str) -> Member | None:
         return next((m for m in self.members if worker in m.workers), None)
 
-    def heal_source(self, replica: int) -> int:
-        """The contributor that serves a healing replica; several joiners are spread over the contributors."""
-        sources = self.contributors
-        return sources[sorted(self.healing).index(replica) % len(sources)]
+    def heal_of(self, replica: int) -> Heal | None:
+        return next((h for h in self.heals if h.replica == replica), None)
 
 
 def link_name(members: Sequence[Member], number: int) -> str:
@@ -139,6 +156,7 @@ class Kind(StrEnum):
     VIEW = "view"      # a new view; the attempt under the old one is void
     COMMIT = "commit"  # step is committed with the total of `epoch`; `view` is the view of the next step
     BUILD = "build"    # build this link in the background and acknowledge it
+    HALT = "halt"      # the step in progress is given up, and no other will be: members keep the committed state, to be saved
 
 
 @dataclass(frozen=True)
@@ -169,14 +187,14 @@ class Record:
 
 
 def view_to_json(view: View) -> dict[str, Any]:
-    return asdict(view) | {"healing": sorted(view.healing)}
+    return asdict(view)
 
 
 def view_from_json(d: dict[str, Any]) -> View:
     return View(
         epoch=Epoch(**d["epoch"]),
         members=tuple(Member(m["replica"], m["build"], tuple(m["workers"])) for m in d["members"]),
-        healing=frozenset(d["healing"]), committed=d["committed"], link_id=d["link_id"], link_ready=d["link_ready"],
+        heals=tuple(Heal(**h) for h in d["heals"]), committed=d["committed"], link_id=d["link_id"], link_ready=d["link_ready"],
         deal=Deal(d["deal"]["number"], tuple((r, b) for r, b in d["deal"]["lives"])), links=tuple(d["links"]),
         quarantined=tuple(d["quarantined"]),
     )
@@ -185,7 +203,8 @@ def view_from_json(d: dict[str, Any]) -> View:
 @dataclass(frozen=True)
 class Vote:
     """One rank's word that it holds the total of (step, epoch). All values must be equal over all ranks of a position's link;
-    ``divisor``, ``grad_norm_bits`` and ``finite`` over all ranks of all members (rule 5)."""
+    ``divisor``, ``grad_norm_bits`` and ``finite`` over all ranks of all members (rule 5). ``healed``: the rank holds the state to which
+    the total belongs, version ``step - 1``; a healing one may not yet, and will apply the total later."""
 
     worker: str
     step: int
@@ -194,6 +213,7 @@ class Vote:
     divisor: float
     grad_norm_bits: int
     finite: bool
+    healed: bool = True
     slots: tuple[int, ...] = field(default=())  # the slots the total contains, each exactly once
 
     def to_json(self) -> dict[str, Any]:

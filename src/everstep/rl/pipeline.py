@@ -256,9 +256,10 @@ def resolve(config: Config) -> Pipeline:
     if not isinstance(made, Pipeline):
         raise PipelineError(f"pipeline={config.pipeline} returned a {type(made).__name__}, not an everstep.rl.pipeline.Pipeline")
     pipeline = made.ordered()
-    for update in pipeline.updates:
-        if update.role == "critic" and config.recipe != "ppo":
-            raise PipelineError(f"pipeline={config.pipeline}: {update.name} trains a critic, and recipe={config.recipe} has none; use recipe=ppo")
+    trained = ["actor", "critic"] if config.recipe == "ppo" else ["actor"]
+    if sorted(update.role for update in pipeline.updates) != trained:
+        got = ", ".join(f"{update.name} ({update.role})" for update in pipeline.updates)
+        raise PipelineError(f"pipeline={config.pipeline} has the updates {got}; recipe={config.recipe} trains {' and '.join(trained)}, in one update each")
     for part in pipeline.parts:
         function = part.loss if isinstance(part, Update) else part.function
         if isinstance(function, str):

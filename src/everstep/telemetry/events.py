@@ -94,7 +94,7 @@ EVENTS: dict[str, EventKind] = {
     # a step transaction
     "begin": _kind(
         "lead",
-        "A step begins; `samples`: all of its samples, over all members.",
+        "A step begins; `samples`: all of its samples, over all members; `lr`: its learning rate.",
         "members samples",
         step=True,
         epoch=True,
@@ -173,6 +173,13 @@ EVENTS: dict[str, EventKind] = {
         "members cause deal dealt",
         epoch=True,
     ),
+    "halt": _kind(
+        "lead",
+        "Too few members for good: the step after `step` was given up; `members` hold `step`.",
+        "members cause",
+        step=True,
+        epoch=True,
+    ),
     "obey": _kind("rank", "The rank saw a new view and switched to it.", "replica rank", epoch=True),
     "fault": _kind(
         "both",
@@ -196,6 +203,13 @@ EVENTS: dict[str, EventKind] = {
     ),
     "spare_used": _kind("lead", "A spare takes the place of a dead rank.", "replica rank spare"),
     "spare_ready": _kind("lead", "A spare is warm; `spares` counts the warm ones.", "spares"),
+    "leave": _kind("lead", "The worker is to leave (drain, preemption notice), between two steps.", "replica rank worker cause"),
+    "retire": _kind("lead", "The worker, which belongs to no member any more, ends; that is no death.", "replica rank worker cause"),
+    "restart": _kind(
+        "lead",
+        "A process is being started in the place of the dead worker `after`; `attempt` counts those that failed there in a row.",
+        "after attempt",
+    ),
     "link_build": _kind("lead", "A link is being built over these members.", "link members"),
     "link_ready": _kind("both", "All members acknowledged the link (lead), or this rank did (rank).", "link members"),
     "heal_start": _kind(
@@ -209,6 +223,13 @@ EVENTS: dict[str, EventKind] = {
         "The rank holds the state of `step`, verified.",
         "replica rank source heal_bytes seconds",
         step=True,
+    ),
+    "keep": _kind(
+        "rank",
+        "A rank that heals keeps the committed total of the step, to apply it later; `kept` counts what it keeps by now.",
+        "replica rank kept",
+        step=True,
+        epoch=True,
     ),
     "join": _kind(
         "lead",

@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import TextIO
 
 from everstep.checkpoint import manifest
+from everstep.config.load import load_config
+from everstep.recipes.resize import step_size
+from everstep.recipes.schedule import learning_rate
 from everstep.run_dir import checkpoints_in
 from everstep.telemetry.events import Epoch, Event, epoch_key, of_kind, read_history
 from everstep.telemetry.recoveries import account
@@ -208,6 +211,8 @@ def one_membership_per_epoch(record: Record) -> tuple[str, bool]:
     dead_at: dict[str, Key] = {}
     fenced: set[tuple[str, int]] = set()
     for event in record.events:
+        if event.event == "run_start":
+            dead_at.clear()  # its processes are others, by the same names
         if event.event == "fenced":
             fenced.add((event.who, event.pid))
         if event.event == "death" and "worker" in event.fields:
@@ -356,6 +361,54 @@ def checkpoints_complete(record: Record) -> tuple[str, bool]:
     return f"{len(saves)} saved; {named.name} verified byte by byte", True
 
 
+def state_is_continuous(record: Record) -> tuple[str, bool]:
+    """A process applies each step to the state of the step before, and computes with it: also one that healed, and kept totals until
+    it had the state."""
+    version: dict[str, int | None] = {}
+    healed = acts = 0
+    for event in record.events:
+        who = event.who
+        if event.event == "form":
+            version[who] = None if event.get("build") else 0
+        elif event.event in ("load", "heal_done") and who in version:
+            healed += event.event == "heal_done"
+            version[who] = event.step
+        elif who in version and event.step is not None and (event.event in ("apply", "skip") or (event.event == "compute" and event["slots"])):
+            acts += 1
+            held = version[who]
+            if held != event.step - 1:
+                raise Broken(f"step {event.step}: {who} has an event {event.event}, but holds the state of {'no step' if held is None else f'step {held}'}")
+            if event.event != "compute":
+                version[who] = event.step
+    return f"{acts} computations and updates, each on the state of the step before; {healed} heals", acts > 0
+
+
+def steps_have_their_size(record: Record) -> tuple[str, bool]:
+    """recovery.on_resize: samples and learning rate follow from the replicas to which the commit before dealt the step. Of recipe sft."""
+    file = record.folder / "configs" / "resolved.yaml"
+    if not file.exists():
+        return "no configuration to compare with", False
+    config = load_config(file, [])
+    begins = record.kind("begin")
+    if config.recipe != "sft":
+        return f"{len(begins)} steps; recipe {config.recipe} does not change them", bool(begins)
+    if config.semisync.method != "none":
+        return f"{len(begins)} rounds; islands have batches of their own", bool(begins)
+    dealt, smaller = 0, 0
+    for event in record.events:
+        if event.event == "commit" or (event.event == "view" and (event["cause"] == "start" or event["cause"].startswith("checkpoint"))):
+            dealt = len(event["dealt"])
+        if event.event != "begin" or "lr" not in event.fields:
+            continue
+        assert event.step is not None
+        size = step_size(config, config.sft.samples_per_step, learning_rate(config.optimizer, event.step, config.sft.steps), dealt)
+        smaller += size.samples < config.sft.samples_per_step
+        if len(event["samples"]) != size.samples or event["lr"] != size.lr:
+            raise Broken(f"step {event.step}: {len(event['samples'])} samples at learning rate {event['lr']}, but dealt to {dealt} replicas "
+                         f"it has {size.samples} at {size.lr} (recovery.on_resize={config.recovery.on_resize})")
+    return f"{len(begins)} steps, {smaller} of them smaller", bool(begins)
+
+
 def engines_serve_whole_weights(record: Record) -> tuple[str, bool]:
     looked_at, wrong = stale_serving(record.events)
     if wrong:
@@ -373,6 +426,8 @@ INVARIANTS: dict[int, tuple[str, Callable[[Record], tuple[str, bool]]]] = {
     8: ("every fault ends in progress or a typed error; no process is left", faults_end),
     9: ("a slot is computed again only if its owner died, or if the step was dealt anew", redo_is_bounded),
     10: ("a rollout engine serves only weights that it has got whole, and says which", engines_serve_whole_weights),
+    11: ("each step is computed with, and applied to, the state of the step before", state_is_continuous),
+    12: ("samples and learning rate of a step follow from the replicas that the commit before dealt it to", steps_have_their_size),
 }
 #: Of runs in which replicas make inner steps by themselves (semisync.method).
 SEMISYNC_INVARIANTS: dict[int, tuple[str, Callable[[Record], tuple[str, bool]]]] = {

@@ -178,12 +178,16 @@ class Metrics:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:
-    """The rows of a ``metrics.jsonl``, one per step in order of steps; of a step logged twice the newest row.
+    """The rows of a ``metrics.jsonl``, one per step in order of steps. What was logged of a step in several lines, one after the other, is one
+    row; of a step that was made again, by a later attempt, the newest row counts.
 
     Rows hold ``step`` and ``t_wall`` beside the metrics; numbers that are not finite come back as floats.
     """
     rows: dict[int, dict[str, float]] = {}
+    last: int | None = None
     for line in Path(path).read_bytes().split(b"\n")[:-1]:  # what follows the last newline is torn, or nothing
         row = json.loads(line)
-        rows[row["step"]] = {name: value if name == "step" else float(value) for name, value in row.items()}
+        before = rows[row["step"]] if row["step"] == last else {}
+        rows[row["step"]] = before | {name: value if name == "step" else float(value) for name, value in row.items()}
+        last = row["step"]
     return [rows[step] for step in sorted(rows)]

@@ -32,7 +32,7 @@ STALE_S = 5 * PULSE_S  # a pulse that is older says nothing of now
 #: What a rank does after it wrote this event, until its next one.
 _PHASE_AFTER = {
     "form": "idle", "obey": "begin", "heal_start": "heal", "heal_done": "exchange", "compute": "compute", "computed": "exchange",
-    "link_used": "exchange", "reduce": "reduce", "reduced": "vote", "vote": "vote", "void": "begin", "apply": "idle", "skip": "idle",
+    "link_used": "exchange", "reduce": "reduce", "reduced": "vote", "vote": "vote", "void": "begin", "apply": "idle", "skip": "idle", "keep": "idle",
     "release": "waits to be formed", "fenced": "fenced",
 }
 ENDED = ("done", "failed", "interrupted", "gone")

@@ -29,7 +29,7 @@ LEAST_PAUSE_S = 0.5   # between two readings
 SHARE_OF_A_CORE = 0.05
 
 #: Events that belong to every step; the stream leaves them out, the curves show them.
-_EVERYDAY = frozenset({"begin", "compute", "computed", "link_used", "reduce", "reduced", "vote", "apply", "obey", "call", "metrics"})
+_EVERYDAY = frozenset({"begin", "compute", "computed", "link_used", "reduce", "reduced", "vote", "apply", "keep", "obey", "call", "metrics"})
 #: Curves, in this order, those that the run has: metric, title, unit.
 CURVES = (
     ("critic/score/mean", "reward", ""),

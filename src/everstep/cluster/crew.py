@@ -1,0 +1,196 @@
+"""The ranks and spares of a run, as those see them who repair replicas, start processes in the place of dead ones, and let ranks go."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from everstep.cluster.host import Host, ProcessEnded, WorkerInfo, WorkerSpec
+from everstep.cluster.leaving import Leaving
+from everstep.cluster.refill import Refill
+from everstep.cluster.repair import Repair
+from everstep.cluster.worker import Formation, called_off
+from everstep.config.schema import Config
+from everstep.errors import BadInput, EverstepError, Fenced, ReplicaBroken
+from everstep.recovery.coordinator import State
+from everstep.recovery.server import CoordinatorServer
+from everstep.recovery.view import Member
+from everstep.telemetry.events import EventLog
+
+_POLL_S = 0.2
+_CALL_OFF_S = 10.0  # for the living ranks of a formation that lost one, to leave it
+
+
+class Crew:
+    """``spec(worker)``: how a worker is started; ``injected(worker)``: whether fault injection struck it; ``is_engine(worker)``: whether
+    it is a rollout engine, which is no rank and no spare. ``served``: workers that have taken part in a commit."""
+
+    def __init__(
+        self, config: Config, host: Host, events: EventLog, server: Callable[[], CoordinatorServer], spec: Callable[[str], WorkerSpec],
+        injected: Callable[[str], bool], is_engine: Callable[[str], bool],
+    ):
+        self._config, self._host, self._events, self._server, self._spec = config, host, events, server, spec
+        self._injected, self._is_engine = injected, is_engine
+        self.served: set[str] = set()
+        self.leaving = Leaving(self)
+        recovery = config.recovery
+        self._refill = Refill(self, recovery.restart_attempts if recovery.enabled else 0, recovery.restart_backoff_s)
+        self._repair: Repair | None = None
+        self._numbers = itertools.count()
+        self._store: dist.Store | None = None
+        self._held_since: float | None = None  # fewer members than recovery.min_replicas, by what was seen last
+        self._closed = False
+
+    def open(self, members: list[Member], spares: list[str], has_reference: Callable[[], bool], store: dist.Store) -> None:
+        """All processes have started. ``store``: the run's."""
+        self._numbers, self._store = itertools.count(sum(len(m.workers) for m in members) + len(spares)), store
+        self._repair = Repair(self, {m.replica: m for m in members}, spares, has_reference)
+        for worker in list(self._server().dead):  # it died before there was a repair to be told
+            self.died(worker)
+
+    def close(self) -> None:
+        self._closed = True
+        self._refill.close()
+        if self._repair:
+            self._repair.close()
+
+    def died(self, worker: str) -> None:
+        if self._repair and not self._is_engine(worker):
+            self._repair.worker_died(worker)
+
+    @property
+    def spares(self) -> list[str]:
+        """Warm, and not placed."""
+        return self._repair.spares if self._repair else []
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended a repair that must not fail."""
+        return self._repair.failure if self._repair else None
+
+    def has_too_few(self) -> bool:
+        """Whether there are fewer replicas than recovery.min_replicas, and waiting for more is over (recovery.below_minimum)."""
+        coordinator, recovery = self._server().coordinator, self._config.recovery
+        if coordinator.state is not State.HELD:
+            self._held_since = None
+            return False
+        self._held_since = self._held_since or time.monotonic()
+        held_s = time.monotonic() - self._held_since
+        return not self._is_coming_back() and not (recovery.below_minimum == "wait" and held_s < recovery.below_minimum_wait_s)
+
+    def _is_coming_back(self) -> bool:
+        """Whether a replica is about to be there again."""
+        coordinator, avoid = self._server().coordinator, self.leaving.nodes
+        starting = any(self._host.has_place(w) and self._host.infos[w].node_id not in avoid for w in self._refill.pending)
+        return bool(self._repairs() or starting or coordinator.waiting or (coordinator.build and coordinator.build.joiner))
+
+    def _repairs(self) -> bool:
+        """Whether a repair is under way, or will be."""
+        return self._repair is not None and self._repair.hopeful([w for w in self._server().dead if not self._is_engine(w)])
+
+    # -- what repair needs (everstep.cluster.repair.Processes) ---------------------------------------------------------------------
+
+    def confirm_dead(self, worker: str) -> None:
+        self._host.end(worker)
+        replica, rank = self.place(worker)
+        self._events.emit("expel", replica=replica, rank=rank, worker=worker, cause=self._server().dead.get(worker, "repair"))
+
+    def form(self, formations: list[tuple[str, Formation]]) -> dict[str, str]:
+        calls = {self._host.submit(worker, None, "form", formation): worker for worker, formation in formations}
+        lives = {formation.life for _, formation in formations}
+        failed: dict[str, str] = {}
+        broken: dict[str, str] = {}  # alive, but without all others
+        end = time.monotonic() + self._config.recovery.reform_timeout_s
+        while calls:
+            for call in self._host.wait(calls, _POLL_S):
+                worker = calls.pop(call)
+                try:
+                    self._host.result(call, worker, "form")
+                except BadInput:
+                    raise
+                except ReplicaBroken as error:
+                    broken[worker] = str(error)
+                except (ProcessEnded, EverstepError) as error:
+                    failed[worker] = str(error)
+            for call in [c for c, worker in calls.items() if worker in self._server().dead]:
+                worker = calls.pop(call)
+                failed[worker] = self._server().dead[worker]
+            if self._closed:
+                raise Fenced("the group was closed while a replica was being formed")
+            if failed and lives:
+                assert self._store is not None
+                for life in lives:
+                    self._store.set(called_off(life), "1")
+                lives = set()
+                end = min(end, time.monotonic() + _CALL_OFF_S)
+            if calls and time.monotonic() > end:
+                reason = f"not formed in {self._config.recovery.reform_timeout_s:g} s (recovery.reform_timeout_s)"
+                return failed | {worker: reason for worker in calls.values()}
+        return failed or broken
+
+    def expel(self, worker: str, cause: str) -> None:
+        self._server().expel(worker, cause)
+
+    def announce(self, member: Member) -> None:
+        self._server().joiner(member)
+
+    def retire(self, worker: str) -> None:
+        self._server().retire(worker, "planned leave")
+        self._host.end(worker)
+
+    def replace(self, worker: str) -> None:
+        """But for a single process that was told to leave: its device may be why."""
+        alone = worker in self.leaving.workers and self._host.infos[worker].node_id not in self.leaving.nodes
+        if not alone:
+            self._refill.replace(worker)
+
+    # -- what planned leaves need (everstep.cluster.leaving.Roster) -----------------------------------------------------------------
+
+    def place(self, worker: str) -> tuple[int, int]:
+        return self._repair.place(worker) if self._repair else (-1, -1)
+
+    def living(self) -> dict[str, WorkerInfo]:
+        """Ranks and spares. A rollout engine that is taken away is a death like any other: the pool loses nothing by it."""
+        dead = self._server().dead
+        return {w: info for w, info in dict(self._host.infos).items() if w not in dead and not self._is_engine(w)}
+
+    def takes_part(self, replica: int) -> bool:
+        return self._server().coordinator.view.member(replica) is not None
+
+    def is_busy(self) -> bool:
+        """Or a replica heals, or is about to."""
+        coordinator = self._server().coordinator
+        joining = coordinator.waiting or (coordinator.build and coordinator.build.joiner) or coordinator.view.heals
+        return bool(joining or self._repairs())
+
+    def let_go(self, replica: int, cause: str, spares: int) -> bool:
+        return self._server().leave(replica, cause, replaceable=spares >= 0)
+
+    def replace_living(self, workers: list[str]) -> None:
+        assert self._repair is not None
+        for worker in workers:
+            self._repair.worker_leaves(worker)
+
+    def idle_spares(self) -> list[str]:
+        return [w for w in self.spares if w not in self.leaving.workers]
+
+    # -- what refilling needs (everstep.cluster.refill.Starter) ---------------------------------------------------------------------
+
+    def start_in_place_of(self, worker: str) -> str:
+        name = f"w{next(self._numbers)}"
+        self._host.add(self._spec(name), worker, self.leaving.nodes)
+        return name
+
+    def spare_is_ready(self, worker: str, after: str) -> None:
+        assert self._repair is not None
+        self._repair.spare_is_ready(worker)
+
+    def was_of_use(self, worker: str) -> bool:
+        return worker in self.served or self._injected(worker)
+
+    def note(self, event: str, **fields: Any) -> None:
+        self._events.emit(event, **fields)

@@ -1,0 +1,420 @@
+"""The broken replica and everything around it: whatever dies while it is being repaired, with spares, without, and below the minimum.
+
+Each row is a whole run of ``everstep train`` in real processes under real signals, in exact mode: the final weights must be, to the last
+bit, those of a run in which nobody died; the history checker must be content; and no survivor may have waited long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.support.runs import SFT, Finished, config, finish, gone
+from tests.support.strikes import Strike, Strikes
+from tests.test_exact import BASE, SHAPES, by_position, path_of, undisturbed
+from tests.test_faults import assert_invariants
+
+from everstep import cli
+from everstep.checkpoint import manifest
+from everstep.cluster.endpoint import FILE, Endpoint, ask
+from everstep.cluster.forked import ForkedHost
+from everstep.cluster.refill import Refill
+from everstep.errors import BadInput, BelowMinimum, WorkerFailed
+from everstep.recovery import heal
+from everstep.telemetry.events import read_events
+from everstep.telemetry.recoveries import recoveries
+
+pytestmark = [pytest.mark.timeout(240)]
+
+STEPS = 48
+STALL_S = 5.0  # far below every deadline that a survivor could be waiting for; an ordinary stall is some tens of milliseconds
+RESTART = "recovery.restart_attempts=5"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """``faults``: as in the configuration; ``strikes``: at what the log says. ``left``: replicas that contribute at the end."""
+
+    name: str
+    faults: tuple[str, ...] = ()
+    strikes: tuple[Strike, ...] = ()
+    left: int = 3
+    replicas: int = 3
+    spares: int = 1
+    shape: str = ""
+    more: tuple[str, ...] = ()
+    prepare: Callable[[], None] | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def kill(step: int, phase: str, replica: int, rank: int = 0, kind: str = "kill", hold: bool = False, delay_s: float = 0.0) -> str:
+    return f"{{step: {step}, phase: {phase}, kind: {kind}, replica: {replica}, rank: {rank}, hold: {str(hold).lower()}, delay_s: {delay_s}}}"
+
+
+def slow_heals() -> None:
+    """As over a slow network: a heal takes 1.5 s and more, many steps; what is not sent when a step is applied is copied aside."""
+    heal.PIECE_BYTES = 32 << 10
+    pieces = heal.Snapshot.pieces
+
+    def slowly(self):
+        for piece in pieces(self):
+            time.sleep(0.05)
+            yield piece
+
+    heal.Snapshot.pieces = slowly  # type: ignore[method-assign]
+
+
+TWO, TP2, PP2 = {"left": 2, "replicas": 2}, {"left": 2, "replicas": 2, "shape": "tp2"}, {"left": 2, "replicas": 2, "shape": "pp2"}
+ALL_NEEDED = ("recovery.min_replicas=2",)
+SLOW = {"prepare": slow_heals}
+CASES = [
+    # nobody is left to take the place: the process is started again
+    Case("no-spare", (kill(4, "reduce", 1),), spares=0, more=(RESTART,)),
+    Case("no-spare-rank0-of-tp2", (kill(4, "compute", 0),), spares=0, more=(RESTART,), **TP2),
+    Case("no-spare-rank1-of-pp2-in-vote", (kill(4, "vote", 1, 1),), spares=0, more=(RESTART,), **PP2),
+    Case("no-spare-both-ranks-of-tp2", (kill(4, "compute", 1), kill(4, "compute", 1, 1)), spares=0, more=(RESTART,), **TP2),
+    Case("no-spare-two-of-three-at-once", (kill(4, "reduce", 0), kill(4, "reduce", 2)), spares=0, more=(RESTART,)),
+    Case("no-spare-and-all-are-needed", (kill(4, "exchange", 1),), spares=0, more=(RESTART, *ALL_NEEDED), **TWO),
+    Case("no-spare-frozen", (kill(4, "compute", 2, kind="stop"),), spares=0, more=(RESTART, "recovery.silence_s=2")),
+    Case("one-spare-for-two-and-the-other-is-started", (kill(4, "reduce", 0), kill(4, "compute", 1)), more=(RESTART,)),
+    # any rank, of replicas of two, with spares
+    Case("rank0-of-replica0-of-pp2-in-apply", (kill(4, "apply", 0),), **PP2),
+    Case("rank1-of-pp2-in-compute", (kill(4, "compute", 1, 1),), **PP2),
+    Case("rank0-of-tp2-after-the-commit", (kill(4, "commit", 1),), **TP2),
+    Case("both-ranks-of-tp2-in-reduce", (kill(4, "reduce", 0), kill(4, "reduce", 0, 1)), spares=2, **TP2),
+    Case("ranks-of-two-replicas-of-three-not-next-to-each-other", (kill(4, "vote", 0), kill(4, "vote", 2)), spares=2),
+    # the spare
+    Case("an-idle-spare", ("{step: 3, phase: spare, kind: kill}", kill(8, "reduce", 1)), spares=2),
+    Case("an-idle-spare-is-filled-up", ("{step: 3, phase: spare, kind: kill}", kill(30, "reduce", 1)), more=(RESTART,)),
+    Case("the-spare-while-it-forms", (kill(4, "reduce", 1),), (Strike("spare_used", "spare"),), spares=2),
+    Case("the-spare-while-it-forms-a-tp2", (kill(4, "reduce", 1),), (Strike("spare_used", "spare"),), more=(RESTART,), **TP2),
+    Case("the-living-rank-while-its-replica-forms", (kill(4, "reduce", 1),), (Strike("spare_used", "1/1"),), spares=2, **TP2),
+    # links and joining
+    Case("a-survivor-while-the-joiner's-link-is-built", (kill(4, "reduce", 1),), (Strike("link_build", "0/0", lambda e: "1b1" in e["link"]),), spares=2),
+    Case("the-joiner-while-its-link-is-built", (kill(4, "reduce", 1),), (Strike("link_build", "1/0", lambda e: "1b1" in e["link"]),), spares=2),
+    Case("in-the-first-step-after-joining", (kill(4, "reduce", 1),), (Strike("join", "1/0"),), spares=2),
+    Case("while-standbys-are-built-after-joining", (kill(4, "reduce", 1),), (Strike("join", "2/0", delay_s=0.02),), spares=2),
+    # heals that take long
+    Case("the-source-in-mid-transfer", (kill(4, "reduce", 1),), (Strike("heal_start", "source", delay_s=0.3),), spares=2, **SLOW),
+    Case("the-joiner-in-mid-transfer", (kill(4, "reduce", 1),), (Strike("heal_start", "writer", delay_s=0.3),), spares=2, **SLOW),
+    Case("a-third-one-in-mid-transfer", (kill(4, "reduce", 1),), (Strike("heal_start", "2/0", delay_s=0.3),), spares=2, **SLOW),
+    Case("the-source-of-a-tp2-in-mid-transfer", (kill(4, "reduce", 1),), (Strike("heal_start", "2/0", lambda e: e["source"] == 0, delay_s=0.2),
+         Strike("heal_start", "source", lambda e: e["replica"] == 1, delay_s=0.4)), spares=3, **(TP2 | {"left": 3, "replicas": 3}), **SLOW),
+    Case("one-rank-of-a-joining-tp2-in-mid-transfer", (kill(4, "reduce", 1),), (Strike("heal_start", "1/1", delay_s=0.3),), spares=2, **TP2, **SLOW),
+    Case("the-source-freezes-in-mid-transfer", (kill(4, "reduce", 1),), (Strike("heal_start", "source", number=signal.SIGSTOP, delay_s=0.3),),
+         spares=2, more=("recovery.silence_s=2",), **SLOW),
+    Case("a-heal-that-is-waited-for", (kill(4, "reduce", 1),), more=("recovery.heal_backlog_steps=0",), **SLOW),
+    Case("a-heal-in-a-held-step", (kill(4, "reduce", 1),), more=ALL_NEEDED, **TWO, **SLOW),
+]
+TELLING = {"no-spare", "no-spare-rank0-of-tp2", "the-spare-while-it-forms-a-tp2", "the-source-in-mid-transfer"}
+
+
+def prove(case: Case, model: Path, folder: Path, through_ray: bool = False) -> Finished:
+    host = None if through_ray else functools.partial(ForkedHost, prepare=case.prepare)
+    shape = [*SHAPES[case.shape], f"layout.replicas={case.replicas}"]
+    conf = config(SFT, folder / "run", *BASE, f"sft.steps={STEPS}", *shape, f"layout.spares={case.spares}", path_of(model, case.shape),
+                  *case.more, f"faults=[{', '.join(case.faults)}]")
+    with Strikes(folder / "run", case.strikes) as strikes:
+        run = finish(conf, host=host)
+    assert_invariants(run, steps=STEPS)
+    assert len(run.kind("fault")) == len(case.faults) and len(strikes.done) == len(case.strikes)
+    last = run.kind("commit")[-1]
+    assert len(last["members"]) == case.left and last["healing"] == []
+    assert by_position(run, case.left) == undisturbed(model, case.shape, f"sft.steps={STEPS}")
+    bound = STALL_S + 2.0 * any("silence_s" in more for more in case.more)
+    stalls = [r.stall_s for r in recoveries(run.events) if r.stall_s is not None]
+    assert not stalls or max(stalls) < bound, stalls
+    assert gone(run.pids)
+    return run
+
+
+def test_the_matrix_is_what_it_says():
+    names = [str(c) for c in CASES]
+    assert len(set(names)) == len(names) >= 24 and set(names) >= TELLING | THROUGH_RAY
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=str(c), marks=[] if str(c) in TELLING else [pytest.mark.full]) for c in CASES])
+def test_whatever_dies_in_a_repair_the_bits_are_those_of_an_undisturbed_run(case, model, tmp_path):
+    run = prove(case, model, tmp_path)
+    if case.name == "the-source-in-mid-transfer":
+        began = [e for e in run.kind("heal_start") if e["replica"] == 1]
+        ended = [e for e in run.kind("heal_done") if e["replica"] == 1]
+        assert began[0]["source"] != began[1]["source"] and ended[0]["source"] == began[1]["source"]  # nothing came of the first
+        assert ended[0]["heal_bytes"] > 0 and ended[0].step >= began[0].step
+    if case.name in ("a-third-one-in-mid-transfer", "the-source-in-mid-transfer"):
+        assert run.kind("keep")  # steps were committed while it healed, and applied afterwards
+        own = [e for e in run.events if e.who == run.kind("keep")[0].who]
+        done = next(i for i, e in enumerate(own) if e.event == "heal_done")
+        assert [e.event for e in own[done + 1 : done + 3]] == ["apply", "apply"]
+    if case.name == "a-heal-that-is-waited-for":
+        assert not run.kind("keep")
+
+
+THROUGH_RAY = {
+    "no-spare", "no-spare-rank0-of-tp2", "no-spare-frozen", "rank0-of-replica0-of-pp2-in-apply", "both-ranks-of-tp2-in-reduce", "an-idle-spare",
+    "the-spare-while-it-forms", "in-the-first-step-after-joining", "ranks-of-two-replicas-of-three-not-next-to-each-other",
+}
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("case", [pytest.param(c, id=str(c)) for c in CASES if str(c) in THROUGH_RAY])
+def test_through_ray_whatever_dies_in_a_repair(case, model, tmp_path):
+    """A cold process takes seconds here; the run goes on until it has joined."""
+    held = () if case.spares else ("recovery.min_replicas=" + str(case.replicas),)
+    prove(dataclasses.replace(case, more=(*case.more, *held)), model, tmp_path, through_ray=True)
+
+
+# -- planned leaves ---------------------------------------------------------------------------------------------------------------
+
+
+def leaves(model: Path, folder: Path, strike: Strike, *more: str, spares: int = 1, left: int = 2) -> Finished:
+    """A run in which somebody is told to leave while step 5 is under way: nothing is voided, redone, or counted as a death."""
+    conf = config(SFT, folder / "run", *BASE, "layout.replicas=2", f"layout.spares={spares}", f"model.path={model}", "faults=[]", f"sft.steps={STEPS}", *more)
+    with Strikes(folder / "run", [strike]) as strikes:
+        run = finish(conf, host=ForkedHost)
+    assert strikes.done
+    assert_invariants(run, steps=STEPS)
+    assert not run.kind("death", "void", "fault") and not [e for e in run.kind("computed") if e["salvage"]]
+    assert run.kind("retire") and len(run.kind("commit")[-1]["members"]) == left
+    slots = [(e.step, e["rank"], s) for e in run.kind("computed") for s in e["slots"]]
+    assert len(slots) == len(set(slots)), "a slot was computed twice"
+    assert by_position(run, left) == undisturbed(model, "", f"sft.steps={STEPS}")
+    assert gone(run.pids)
+    return run
+
+
+IN_STEP_5 = {"event": "compute", "when": lambda row: row["step"] == 5 and row["replica"] == 1}
+
+
+def test_a_rank_that_is_drained_is_replaced_between_two_steps_with_nothing_redone(model, tmp_path):
+    said = []
+    order = lambda folder: said.append(cli.run(["drain", str(folder), "1/0"]))
+    run = leaves(model, tmp_path, Strike(**IN_STEP_5, act=order))
+    assert said == [0]
+    (left,) = run.kind("retire")
+    (join,) = run.kind("join")
+    assert (left["replica"], left["rank"]) == (1, 0) and join["members"] == [0, 1]
+
+
+def test_a_rank_that_is_sent_sigterm_is_replaced_between_two_steps(model, tmp_path):
+    run = leaves(model, tmp_path, Strike(**IN_STEP_5, whom="1/0", number=signal.SIGTERM))
+    assert "SIGTERM" in run.kind("leave")[0]["cause"]
+
+
+@pytest.mark.full
+def test_a_machine_that_is_about_to_go_keeps_the_last_replica_that_holds_the_state(model, tmp_path):
+    """All are on one machine: the spare goes, one replica goes, the other cannot, for nobody would hold the state."""
+    notice = tmp_path / "notice"
+    run = leaves(model, tmp_path, Strike(**IN_STEP_5, act=lambda folder: notice.touch()), f"recovery.preemption_file={notice}", RESTART, "sft.steps=120", left=1)
+    assert len(run.kind("retire")) == 2 and len(run.kind("leave")) == 3 and not run.kind("restart")
+
+
+def test_orders_that_are_none_are_refused(model, tmp_path):
+    with pytest.raises(BadInput, match="no run is under way"):
+        ask(tmp_path, "drain", target="1/0")
+    seen = []
+    endpoint = Endpoint(tmp_path, "127.0.0.1", {"drain": lambda target: seen.append(target)})
+    said = json.loads((tmp_path / FILE).read_text())
+    assert (tmp_path / FILE).stat().st_mode & 0o077 == 0
+    for order, arguments, message in [("rm", {}, "takes no order 'rm'"), ("drain", {"everything": 1}, "drain failed: TypeError")]:
+        with pytest.raises(BadInput, match=message):
+            ask(tmp_path, order, **arguments)
+    (tmp_path / FILE).write_text(json.dumps(said | {"token": "guessed"}))
+    with pytest.raises(BadInput, match="nobody answers"):
+        ask(tmp_path, "drain", target="1/0")
+    assert seen == []
+    endpoint.close()
+    assert not (tmp_path / FILE).exists()
+
+
+# -- the batch shrinks --------------------------------------------------------------------------------------------------------------
+
+
+def by_cube(lr: float, dealt: int, replicas: int) -> float:
+    return lr * (dealt / replicas) ** 3
+
+
+@pytest.mark.parametrize(
+    ("how", "factor"), [("scale_lr_linear", 0.5), pytest.param("scale_lr_sqrt", 0.5**0.5, marks=pytest.mark.full),
+                        pytest.param("tests.test_repair:by_cube", 0.125, marks=pytest.mark.full)],
+)
+def test_with_fewer_replicas_the_batch_shrinks_from_the_next_step_on_and_the_learning_rate_with_it(how, factor, model, tmp_path):
+    same = ["recovery.exact=false", f"recovery.on_resize={how}", "optimizer.schedule=constant", "optimizer.warmup_steps=0", "optimizer.lr=0.002", "sft.steps=12"]
+    run = finish(config(SFT, tmp_path / "run", *BASE, *same, "layout.replicas=2", "layout.spares=0", f"model.path={model}",
+                        f"faults=[{kill(5, 'reduce', 1)}]"), host=ForkedHost)
+    assert_invariants(run, steps=12)
+    sizes = {e.step: (len(e["samples"]), e["lr"]) for e in run.kind("begin")}
+    assert sizes == {step: (32, 0.002) if step <= 5 else (16, pytest.approx(0.002 * factor)) for step in range(1, 13)}
+    used = [s for e in run.kind("commit") for s in e["samples"]]
+    assert len(used) == len(set(used)) == 5 * 32 + 7 * 16
+
+
+# -- fifty deaths -------------------------------------------------------------------------------------------------------------------
+
+
+def held_by(pid: int | str) -> dict[str, float]:
+    sockets = 0
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            sockets += os.readlink(link).startswith("socket:")
+    return {"descriptors": len(os.listdir(f"/proc/{pid}/fd")), "threads": len(os.listdir(f"/proc/{pid}/task")), "sockets": sockets,
+            "resident_mb": int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_fifty_deaths_in_one_run_with_one_spare_that_is_filled_up_leave_nothing_behind(model, tmp_path):
+    kills, apart = 50, 4
+    phases = ("compute", "exchange", "reduce", "vote", "apply")
+    faults = [kill(4 + apart * i, phases[i % len(phases)], 1 + i % 2) for i in range(kills)]
+    steps = 4 + apart * kills + 6
+    measured: dict[str, list[dict[str, float]]] = {"controller": [], "survivor": []}
+
+    class Measured(ForkedHost):
+        def submit(self, worker, life, method, *args, **kwargs):
+            if method == "train_step" and worker == "w0" and args[0] % apart == 3:  # just before the next kill
+                measured["controller"].append(held_by("self"))
+                measured["survivor"].append(held_by(self.infos["w0"].pid))
+            return super().submit(worker, life, method, *args, **kwargs)
+
+    run = finish(config(SFT, tmp_path / "run", *BASE, "layout.replicas=3", "layout.spares=1", f"model.path={model}", f"sft.steps={steps}", RESTART,
+                        "recovery.min_replicas=3", f"faults=[{', '.join(faults)}]"), host=Measured)
+    assert_invariants(run, steps=steps)
+    assert len(run.kind("death")) == kills and len(run.kind("commit")[-1]["members"]) == 3
+    assert by_position(run, 3) == undisturbed(model, "", f"sft.steps={steps}")
+    for who, samples in measured.items():
+        early, late = samples[8:18], samples[-10:]
+        median = lambda rows, what: sorted(row[what] for row in rows)[len(rows) // 2]
+        for what, slack in (("descriptors", 4), ("threads", 4), ("sockets", 4), ("resident_mb", 40 if who == "controller" else 24)):
+            assert median(late, what) <= median(early, what) + slack, (who, what, [row[what] for row in samples])
+    assert gone(run.pids)
+
+
+# -- below the minimum ------------------------------------------------------------------------------------------------------------
+
+
+def test_below_the_minimum_the_run_stops_with_a_checkpoint_of_the_committed_step_and_goes_on_from_it(model, tmp_path):
+    same = [*BASE, f"model.path={model}", "layout.replicas=2", "layout.spares=0", "recovery.min_replicas=2", "sft.steps=24"]
+    with pytest.raises(BelowMinimum, match=r"saved .*step-0*3\b") as stopped:
+        finish(config(SFT, tmp_path / "run", *same, f"faults=[{kill(4, 'reduce', 1)}]"), host=ForkedHost)
+    assert stopped.value.exit_code == 3
+    saved = manifest.pointed_at(tmp_path / "run" / "checkpoints")
+    assert saved is not None and not manifest.damage(saved)
+    assert [e["members"] for e in read_events(tmp_path / "run" / "events") if e.event == "halt"] == [[0]]
+    run = finish(config(SFT, tmp_path / "run", *same, "resume=must", "faults=[]"), host=ForkedHost)
+    assert_invariants(run, steps=24)
+    assert by_position(run, 2) == undisturbed(model, "", "sft.steps=24")
+    assert gone(run.pids)
+
+
+def no_room_for(seconds: float) -> type[ForkedHost]:
+    """A host on which a lost place cannot be filled for some time, as in a cluster that has lost a machine."""
+    from everstep.cluster.host import NoRoom
+
+    class Full(ForkedHost):
+        asked = 0.0
+
+        def has_place(self, worker: str) -> bool:
+            return False
+
+        def add(self, spec, instead_of, avoid=()):
+            self.asked = self.asked or time.monotonic()
+            if time.monotonic() - self.asked < seconds:
+                raise NoRoom("no room")
+            super().add(spec, instead_of, avoid)
+
+    return Full
+
+
+def test_below_the_minimum_a_run_that_waits_goes_on_when_there_is_room_again(model, tmp_path):
+    waits = ["recovery.min_replicas=2", "recovery.below_minimum=wait", RESTART, "recovery.restart_backoff_s=0.2"]
+    run = finish(config(SFT, tmp_path / "run", *BASE, "sft.steps=24", "layout.replicas=2", "layout.spares=0", f"model.path={model}", *waits,
+                        f"faults=[{kill(4, 'vote', 0)}]"), host=no_room_for(1.0))
+    assert_invariants(run, steps=24)
+    (death,) = recoveries(run.events)
+    assert death.commit_s is not None and death.commit_s > 1.0
+    assert by_position(run, 2) == undisturbed(model, "", "sft.steps=24")
+
+
+def test_below_the_minimum_a_run_that_waited_long_enough_stops(model, tmp_path):
+    with pytest.raises(BelowMinimum, match="saved"):
+        finish(config(SFT, tmp_path / "run", *BASE, "layout.replicas=2", "layout.spares=0", f"model.path={model}", "recovery.min_replicas=2",
+                      "recovery.below_minimum=wait", "recovery.below_minimum_wait_s=1", RESTART, f"faults=[{kill(4, 'vote', 0)}]"),
+               host=no_room_for(1000.0))
+
+
+# -- refilling: back-off and limits -------------------------------------------------------------------------------------------------
+
+
+class Starter:
+    """A place in which the first ``fails`` processes cannot start, and the others die at once when ``doomed``."""
+
+    def __init__(self, fails: int):
+        self.fails, self.starts, self.ready, self.notes = fails, [], [], []
+
+    def start_in_place_of(self, worker: str) -> str:
+        self.starts.append(time.monotonic())
+        if len(self.starts) <= self.fails:
+            raise WorkerFailed("no")
+        return f"w{len(self.starts)}"
+
+    def spare_is_ready(self, worker: str, after: str) -> None:
+        self.ready.append(worker)
+
+    def was_of_use(self, worker: str) -> bool:
+        return worker == "useful"
+
+    def note(self, event: str, **fields: object) -> None:
+        self.notes.append((event, fields))
+
+
+def settled(refill: Refill, within_s: float = 5.0) -> bool:
+    end = time.monotonic() + within_s
+    while refill.pending and time.monotonic() < end:
+        time.sleep(0.002)
+    return not refill.pending
+
+
+def test_a_process_that_cannot_start_is_tried_again_later_and_later_and_not_for_ever():
+    starter = Starter(fails=100)
+    refill = Refill(starter, attempts=4, backoff_s=0.05)
+    refill.replace("w1")
+    assert settled(refill) and starter.ready == [] and len(starter.starts) == 4
+    waits = [b - a for a, b in zip(starter.starts, starter.starts[1:], strict=False)]
+    assert waits[0] >= 0.05 and waits[1] >= 0.1 and waits[2] >= 0.2
+    assert starter.notes[-1][1]["error"] == "RestartsGivenUp"
+
+
+def test_processes_that_die_young_in_one_place_are_a_crash_loop_and_useful_ones_are_not():
+    starter = Starter(fails=0)
+    refill = Refill(starter, attempts=3, backoff_s=0.01)
+    refill.replace("w1")
+    for number in range(1, 4):
+        assert settled(refill) and len(starter.ready) == number
+        refill.replace(starter.ready[-1])  # it died idle
+    assert settled(refill) and len(starter.starts) == 3 and starter.notes[-1][1]["error"] == "RestartsGivenUp"
+    useful = Starter(fails=0)
+    useful.was_of_use = lambda worker: True  # type: ignore[method-assign]
+    refill = Refill(useful, attempts=3, backoff_s=0.01)
+    refill.replace("w1")
+    for _ in range(5):
+        assert settled(refill)
+        refill.replace(useful.ready[-1])
+    assert settled(refill) and len(useful.starts) == 6
+
+
+def test_with_no_attempts_nothing_is_started():
+    starter = Starter(fails=0)
+    Refill(starter, attempts=0, backoff_s=0.01).replace("w1")
+    assert starter.starts == []

@@ -118,7 +118,7 @@ def test_a_list_or_mapping_given_whole_replaces_the_old_one(file: Path) -> None:
         ("sft.steps=abc", r"sft.steps is 'abc' \(command line\): expected an integer >= 1$"),
         ("seed=true", "seed is True .*expected an integer >= 0$"),
         ("layout=3", "layout is 3 .*expected a section with the keys replicas"),
-        ("recipe=dpo", "recipe is 'dpo' .*expected one of sft, grpo, ppo$"),
+        ("recipe=pop", "recipe is 'pop' .*expected one of sft, grpo, ppo, dpo$"),
         ("layout.tp=2.5", "layout.tp is 2.5 .*expected an integer >= 1"),
         ("optimizer.beta1=1", "optimizer.beta1 is 1 .*expected a number >= 0 and < 1"),
         ("optimizer.lr=.inf", "optimizer.lr is inf .*expected a number > 0"),

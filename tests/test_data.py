@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections import Counter
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from everstep.config.load import load_config
 from everstep.config.schema import Config
 from everstep.data import SampleStream, digits, load_records, pass_order, prepare_prompts, prepare_sft
 from everstep.data.functions import load_function
+from everstep.data.source import with_columns
 from everstep.errors import BadInput, ConfigError
 
 TINY = Path(__file__).parent.parent / "examples" / "models" / "tiny-qwen3"
@@ -78,7 +80,11 @@ def test_parquet(tmp_path: Path) -> None:
     ("name", "content", "says"),
     [
         ("missing.parquet", None, "data.source=.*missing.parquet does not exist"),
-        ("x.jsonl", b'{"text": "a"}\n', "cannot be read as parquet"),
+        ("x.csv", b"text\na\n", "cannot be read as parquet or JSON lines"),
+        ("x.jsonl", b'{"text": "a"}\n{"text"', "line 2 is not JSON"),
+        ("x.jsonl", b"3\n", "record 0 is a int"),
+        ("x.jsonl", b"", "has no records"),
+        ("x.jsonl.gz", b"not gzip", "cannot be read as jsonl"),
         ("x.parquet", b"not parquet at all", "cannot be read as parquet"),
         ("x.parquet", b"", "cannot be read as parquet"),
     ],
@@ -99,6 +105,55 @@ def test_parquet_takes_no_arguments_and_must_have_rows(tmp_path: Path) -> None:
         load_records(str(tmp_path / "x.parquet"), {})
     with pytest.raises(BadInput, match="is not a file"):
         load_records(str(tmp_path), {})
+
+
+def test_json_lines_compressed_or_not_and_several_files(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text('{"text": "1\u2028"}\n\n{"text": "2"}\n')
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write('{"text": "0"}\n')
+    assert load_records(str(tmp_path / "b.jsonl"), {}) == [{"text": "1\u2028"}, {"text": "2"}]
+    assert [r["text"] for r in load_records(str(tmp_path / "*.jsonl*"), {})] == ["0", "1\u2028", "2"]
+    with pytest.raises(BadInput, match="no file has such a name"):
+        load_records(str(tmp_path / "c*.jsonl"), {})
+
+
+def test_object_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real server that speaks S3, and the client that talks to Amazon's."""
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        for name, value in {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
+                            "AWS_DEFAULT_REGION": "us-east-1"}.items():
+            monkeypatch.setenv(name, value)
+        import s3fs
+
+        s3fs.S3FileSystem.clear_instance_cache()
+        storage = s3fs.S3FileSystem()
+        storage.mkdir("data-for-test")
+        pq.write_table(pa.Table.from_pylist([{"text": "a"}]), tmp_path / "1.parquet")
+        storage.put(str(tmp_path / "1.parquet"), "s3://data-for-test/set/1.parquet")
+        storage.pipe("s3://data-for-test/set/2.jsonl", b'{"text": "b"}\n')
+        assert load_records("s3://data-for-test/set/1.parquet", {}) == [{"text": "a"}]
+        assert load_records("s3://data-for-test/set/*", {}) == [{"text": "a"}, {"text": "b"}]
+        with pytest.raises(BadInput, match=r"data\.eval_source=s3://data-for-test/none\.jsonl does not exist"):
+            load_records("s3://data-for-test/none.jsonl", {}, "data.eval_source")
+    finally:
+        server.stop()
+
+
+def test_an_address_of_an_unknown_kind() -> None:
+    with pytest.raises(BadInput, match="cannot be reached: ValueError: Protocol not known: s4"):
+        load_records("s4://x/y.parquet", {})
+
+
+def test_columns_get_other_names() -> None:
+    records = [{"problem": "1+1", "reward_model": {"ground_truth": "2"}}, {"problem": "2+2", "reward_model": {"ground_truth": None}}]
+    mapped = with_columns(records[:1], {"prompt": "problem", "answer": "reward_model.ground_truth"})
+    assert mapped == [{**records[0], "prompt": "1+1", "answer": "2"}]
+    with pytest.raises(BadInput, match=r"record 1 has nothing at 'reward_model\.ground_truth' \(data\.columns\)"):
+        with_columns(records, {"answer": "reward_model.ground_truth"})
 
 
 def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,19 +339,21 @@ def test_too_long(tokenizer) -> None:
         (1, "8 tokens, data.max_prompt_tokens=4"),
         (2, "7 tokens, data.max_prompt_tokens=4"),
     ]
-    cut = prepare_prompts(records, tokenizer, 4, "truncate")
+    cut = prepare_prompts(records, tokenizer, 4, "truncate_left")
     assert [tokenizer.decode(s.input_ids) for s in cut.samples] == ["12>", "567>", "456>"], "cut on the left"
+    cut = prepare_prompts(records, tokenizer, 4, "truncate_right")
+    assert [tokenizer.decode(s.input_ids) for s in cut.samples] == ["12>", "1234", "1234"]
     with pytest.raises(BadInput, match="none of 3 records can be used"):
         prepare_prompts(records, tokenizer, 1, "drop")
 
 
 def test_a_sequence_without_a_target_is_dropped_with_a_reason(tokenizer) -> None:
     """Truncation can cut so that only the first token is marked, and nothing predicts that one."""
-    dataset = sft(tokenizer, [{"messages": CHAT}, {"text": "abc"}], format=None, max_tokens=2, too_long="truncate")
+    dataset = sft(tokenizer, [{"messages": CHAT}, {"text": "abc"}], format=None, max_tokens=2, too_long="truncate_left")
     assert [tokenizer.decode(s.input_ids) for s in dataset.samples] == ["c<|im_end|>"]
     assert [(d.record, d.reason) for d in dataset.dropped] == [(0, "no token to learn from")]
     with pytest.raises(BadInput, match="no token to learn from"):
-        sft(tokenizer, [{"messages": CHAT}], max_tokens=1, too_long="truncate")
+        sft(tokenizer, [{"messages": CHAT}], max_tokens=1, too_long="truncate_left")
 
 
 def test_batches_are_right_padded_and_keep_ids(tokenizer) -> None:

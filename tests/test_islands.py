@@ -6,7 +6,9 @@ it was doing when it died, and end with the same bits.
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from everstep.checkpoint import manifest
 from everstep.checkpoint.index import Index
 from everstep.checkpoint.sharded import whole_tensor
 from everstep.cluster.forked import ForkedHost
+from everstep.errors import LinkBroken
+from everstep.recovery import semisync
 from everstep.telemetry.history import check
 from everstep.telemetry.metrics import read_metrics
 from everstep.telemetry.recoveries import account
@@ -143,7 +147,9 @@ def test_any_replica_may_die_at_any_moment(phase, replica, how, tmp_path):
     assert_sound(trained(tmp_path, *how, "layout.replicas=3", fault(phase, replica)))
 
 
-@pytest.mark.parametrize("shape", [["layout.tp=2", "engine.sequence_parallel=true"], ["layout.pp=2"]], ids=["tp2", "pp2"])
+@pytest.mark.parametrize("shape", [
+    pytest.param(["layout.tp=2", "engine.sequence_parallel=true"], id="tp2"), pytest.param(["layout.pp=2"], id="pp2", marks=pytest.mark.full),
+])
 def test_a_replica_that_lost_a_rank_comes_back_whole_from_one_island(shape, tmp_path):
     """The living rank of the broken replica brings nothing along: both ranks begin where one other island is. Streaming, so that local
     weights differ between replicas."""
@@ -159,6 +165,7 @@ def test_a_replica_that_lost_a_rank_comes_back_whole_from_one_island(shape, tmp_
     assert {e["rank"] for e in after} == {0, 1}
 
 
+@pytest.mark.full
 def test_a_joiner_does_not_count_in_its_first_round(tmp_path):
     """It heals at the boundary and sends zeros: the mean is over those that made inner steps, so its peer alone decides that round."""
     run = trained(tmp_path, *DILOCO, f"sft.steps={10 * INNER}", "layout.spares=1", fault("compute", 1))
@@ -169,7 +176,75 @@ def test_a_joiner_does_not_count_in_its_first_round(tmp_path):
     assert [e for e in run.kind("inner_step") if e.step == first + 1 and e["replica"] == 1]
 
 
+def drop(rows: list[dict[str, Any]], at: int) -> None:
+    del rows[at]
+
+
+def twice(rows: list[dict[str, Any]], at: int) -> None:
+    rows.insert(at, dict(rows[at]))
+
+
+def elsewhere(rows: list[dict[str, Any]], at: int) -> None:
+    rows[at]["slots"] = [slot + 1 for slot in rows[at]["slots"]]
+
+
+def out_of_order(rows: list[dict[str, Any]], at: int) -> None:
+    rows[at]["inner"], rows[at + 1]["inner"] = rows[at + 1]["inner"], rows[at]["inner"]
+
+
+def test_the_checker_notices_inner_steps_that_do_not_fit(tmp_path):
+    run = trained(tmp_path, *DILOCO, "sft.steps=6")
+    log = run.folder / "events" / "w1.jsonl"
+    real = log.read_text()
+    rows = [json.loads(line) for line in real.splitlines()]
+    at = next(i for i, row in enumerate(rows) if row["event"] == "inner_step" and row["step"] == 2)
+    for change in (drop, twice, elsewhere, out_of_order):
+        changed = [dict(row) for row in rows]
+        change(changed, at)
+        log.write_text("".join(json.dumps(row) + "\n" for row in changed))
+        assert 11 in {f.number for f in check(run.folder) if f.held is False}, change.__name__
+    log.write_text(real)
+    assert_sound(run, rounds=2)
+
+
+@pytest.mark.full
+def test_with_retry_survivors_go_back_to_the_last_commit_and_make_the_round_anew(tmp_path):
+    """What they had moved, and their moments, is forgotten: the same bits whenever in the round the replica died."""
+    hashes = set()
+    for phase in ("compute", "reduce"):
+        run = trained(tmp_path / phase, *STREAMING, "recovery.mode=retry", "layout.replicas=3", fault(phase, 1))
+        assert_sound(run)
+        assert len({e["deal"] for e in run.kind("computed") if e.step == 2 and e["replica"] == 0}) == 2
+        assert not [e for e in run.kind("computed") if e["salvage"]]
+        hashes |= final(run)
+    assert len(hashes) == 1
+
+
 # -- failed rounds -----------------------------------------------------------------------------------------------------------------
+
+
+def a_link_that_breaks_once() -> None:
+    """In round 2 the sum of replica 0 fails, with every process alive."""
+    add = semisync.RoundLedger._add
+
+    def breaking(self: semisync.RoundLedger, link: Any, *rest: Any) -> list[torch.Tensor]:
+        breaking.calls += 1  # type: ignore[attr-defined]
+        if breaking.calls == 2 and os.environ["EVERSTEP_REPLICA"] == "0":  # type: ignore[attr-defined]
+            raise LinkBroken("injected: the sum of round 2")
+        return add(self, link, *rest)
+
+    breaking.calls = 0  # type: ignore[attr-defined]
+    semisync.RoundLedger._add = breaking  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("how", [DILOCO, pytest.param(STREAMING, marks=pytest.mark.full)], ids=["diloco", "streaming"])
+def test_a_synchronisation_that_fails_is_made_again_and_no_inner_step_is_lost(how, tmp_path):
+    calm = trained(tmp_path / "calm", *how)
+    run = finish(config(SFT, tmp_path / "flap", *how), host=functools.partial(ForkedHost, prepare=a_link_that_breaks_once))
+    assert_sound(run)
+    assert run.kind("void") or how is STREAMING  # sent ahead, it is merely given up
+    assert len(run.kind("inner_step")) == ROUNDS * INNER * 2
+    assert final(run) == final(calm)
 
 
 def test_a_round_that_is_not_finite_is_made_again_and_leaves_nothing_behind(tmp_path):
@@ -192,6 +267,46 @@ def test_a_round_that_is_not_finite_twice_is_skipped_and_restores_the_last_commi
     for replica in (None, 1):
         one, two = saved(run, replica), saved(before, replica)
         assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def at_the_end_only() -> None:
+    """Nothing is sent while inner steps go on."""
+    semisync.RoundLedger.send_ahead = lambda self, moved: None  # type: ignore[method-assign]
+
+
+def one_replica_at_the_end_only() -> None:
+    """Replica 1 sends nothing ahead, so what replica 0 sent must be given up."""
+    send = semisync.RoundLedger.send_ahead
+    semisync.RoundLedger.send_ahead = (  # type: ignore[method-assign]
+        lambda self, moved: send(self, moved) if os.environ["EVERSTEP_REPLICA"] == "0" else None
+    )
+
+
+def lost_by_one_replica() -> None:
+    """Replica 1 got no total, so the one that replica 0 has must not be used."""
+    run = semisync.Ahead._run
+
+    def losing(self: semisync.Ahead) -> None:
+        run(self)
+        if os.environ["EVERSTEP_REPLICA"] == "1":
+            self._total = None
+
+    semisync.Ahead._run = losing  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("prepare", [
+    lost_by_one_replica, *(pytest.param(p, marks=pytest.mark.full) for p in (at_the_end_only, one_replica_at_the_end_only)),
+])
+def test_what_is_sent_ahead_is_what_would_be_sent_at_the_end(prepare, tmp_path):
+    ahead = trained(tmp_path / "ahead", *STREAMING)
+    assert_sound(ahead)
+    sent = ahead.kind("sent_ahead")
+    assert sorted((e.step, e["replica"], e["inner"]) for e in sent) == [(s, r, INNER - 1) for s in range(1, ROUNDS + 1) for r in range(2)]
+    made = {(e.step, e["replica"]): e.t_mono for e in ahead.kind("inner_step") if e["inner"] == INNER - 1}
+    assert all(e.t_mono < made[e.step, e["replica"]] for e in sent)
+    late = finish(config(SFT, tmp_path / "late", *STREAMING), host=functools.partial(ForkedHost, prepare=prepare))
+    assert_sound(late)
+    assert final(late) == final(ahead)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------------------

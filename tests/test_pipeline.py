@@ -21,6 +21,7 @@ from everstep.rl import pipeline
 from everstep.rl.execute import Context, execute
 from everstep.rl.pipeline import PROMPTS, Pipeline, PipelineError, Stage, Update, standard
 from everstep.rl.record import IterationRecord, IterationRecords, settings_digest
+from everstep.rl.rewards import Scorer
 
 PPO = str(ROOT / "examples" / "ppo_kill.yaml")
 QUIET = ["faults=[]"]
@@ -145,7 +146,7 @@ def samples_of(count: int) -> TrainingBatch:
 
 
 def context(conf, group=None) -> Context:
-    return Context(conf, 3, lambda prompt, completion, record: 0.0, 0.0, group)
+    return Context(conf, 3, Scorer(conf), 0.0, samples_of, lambda groups: None, group)
 
 
 @st.composite

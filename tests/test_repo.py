@@ -76,7 +76,7 @@ def test_examples_can_be_planned(path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_there_are_examples_of_all_recipes() -> None:
-    assert {config_load.load_config(path).recipe for path in EXAMPLES} == {"sft", "grpo", "ppo"}
+    assert {config_load.load_config(path).recipe for path in EXAMPLES} == {"sft", "grpo", "ppo", "dpo"}
 
 
 def test_links_lead_somewhere() -> None:

@@ -26,6 +26,7 @@ from everstep.telemetry.events import EventLog, read_events
 from everstep.telemetry.metrics import METRICS, Metrics, check_name, read_metrics
 from everstep.telemetry.recoveries import Recovery, account, recoveries
 from everstep.telemetry.report import describe, marks, reward_curve, summary_table
+from everstep.telemetry.trackers import TensorBoard
 
 SAMPLES = 4  # per step
 
@@ -270,7 +271,7 @@ def test_the_curve_marks_kill_and_rejoin(story: Story, tmp_path: Path) -> None:
     kill_and_rejoin(story)
     ((kill, back),) = marks(story.events)
     assert 2 < kill < 3 and back == pytest.approx(4.0)
-    with Metrics(tmp_path, tensorboard=False) as metrics:
+    with Metrics(tmp_path) as metrics:
         for step in range(1, 6):
             metrics.log(step, {"critic/score/mean": step / 5})
     blank = reward_curve(tmp_path / "metrics.jsonl", _empty(tmp_path / "none"), tmp_path / "blank.png").read_bytes()
@@ -298,7 +299,7 @@ def test_nothing_to_draw_is_a_clear_error(tmp_path: Path) -> None:
 
 
 def test_metrics_are_readable_at_once_and_by_tensorboard(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path)
+    metrics = Metrics(tmp_path, [TensorBoard(tmp_path)])
     metrics.log(1, {"train/loss": torch.tensor(2.5), "mine/anything": 3})
     metrics.log(2, {"train/loss": float("nan")})
     rows = read_metrics(tmp_path / "metrics.jsonl")  # before close
@@ -323,13 +324,13 @@ def test_metric_typos_are_refused_user_names_are_free() -> None:
 
 
 def test_metrics_of_a_resumed_run(tmp_path: Path) -> None:
-    with Metrics(tmp_path, tensorboard=False) as metrics:
+    with Metrics(tmp_path) as metrics:
         for step in (1, 2, 3):
             metrics.log(step, {"train/loss": step})
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-7])  # the lead died in the middle of line 3
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
-    with Metrics(tmp_path, tensorboard=False, from_step=1) as metrics:
+    with Metrics(tmp_path) as metrics:
         metrics.log(2, {"train/loss": 20.0})
     assert [(row["step"], row["train/loss"]) for row in read_metrics(path)] == [(1, 1.0), (2, 20.0)]
     assert all(json.loads(line) for line in path.read_text().splitlines())

@@ -199,6 +199,24 @@ def generate(
 
 
 @app.command()
+def data(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="gsm8k or deepscaler.")],
+    places: Annotated[
+        list[str],
+        typer.Argument(metavar="[INPUT] OUT", help="INPUT: folder (or http address of one) with the original files; default: download."),
+    ],
+    debug: Debug = False,
+) -> None:
+    """Original releases into OUT/train.parquet and OUT/test.parquet."""
+    from everstep.data.releases import convert
+
+    if len(places) > 2:
+        raise BadInput(f"everstep data takes NAME, perhaps INPUT, and OUT; not {' '.join(places)}")
+    for split, count in convert(name, places[0] if len(places) == 2 else None, places[-1]).items():
+        print(f"{places[-1]}/{split}.parquet: {count} records")
+
+
+@app.command()
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")],
     debug: Debug = False,

@@ -31,7 +31,7 @@ from everstep.config.schema import Config
 from everstep.data import PreparedData
 from everstep.data import check as check_data
 from everstep.errors import BelowMinimum, EverstepError, Interrupted, InvariantViolated
-from everstep.recipes import grpo, ppo, sft
+from everstep.recipes import dpo, grpo, ppo, sft
 from everstep.recipes.run import Run
 from everstep.recovery.view import Kind, Record
 from everstep.run_dir import RunDir, check_run_dir, checkpoints_of
@@ -43,11 +43,12 @@ from everstep.telemetry.ongoing import Ongoing
 from everstep.telemetry.recoveries import account, recoveries
 from everstep.telemetry.report import reward_curve, summary_table
 from everstep.telemetry.status import Pulse
+from everstep.telemetry.trackers import open_trackers
 
 if TYPE_CHECKING:
     from everstep.cluster.local import Entry
 
-RECIPES = {"sft": sft.train, "grpo": grpo.train, "ppo": ppo.train}
+RECIPES = {"sft": sft.train, "grpo": grpo.train, "ppo": ppo.train, "dpo": dpo.train}
 
 
 def launch(config: Config | str | os.PathLike[str], overrides: Sequence[str] = (), clean: bool = False) -> Group:
@@ -136,12 +137,15 @@ def _run(
         group = _start_group(config, launcher, run_dir, events, on_record, entry, host)
         if group.is_lead and config.replica.id is None:  # else the lighthouse does
             pulse = Pulse(run_dir.path, run_dir.attempt, group.status, beside.address if beside else "")
+        track: Callable[[int], Metrics] = lambda step: Metrics(
+            run_dir.path, open_trackers(config, run_dir.path, step, _tracker_failed(console, own_events))
+        )
         open_metrics: Callable[[int], Metrics] | None = None
         if launcher == "ray":
-            metrics = Metrics(run_dir.path, config.telemetry.tensorboard, from_step=chosen.step)
+            metrics = track(chosen.step)
         elif lead:
             own_events = group.events  # type: ignore[attr-defined]
-            open_metrics = lambda step: Metrics(run_dir.path, config.telemetry.tensorboard, from_step=step - 1)
+            open_metrics = lambda step: track(step - 1)
         if chosen.path:
             group.load(chosen.path)
         the_run = Run(config, group, data, console, metrics, own_events, ongoing, open_metrics=open_metrics)
@@ -253,6 +257,16 @@ def _follow(console: Console, run_dir: RunDir, replicas: int, ongoing: Ongoing) 
                     ongoing.recovered(recovery, events)
 
     return on_record
+
+
+def _tracker_failed(console: Console | None, events: EventLog | None) -> Callable[[str, str], None]:
+    def failed(tracker: str, reason: str) -> None:
+        if events:
+            events.emit("tracker_failed", tracker=tracker, reason=reason)
+        if console:
+            console.note(f"{tracker} failed, metrics go on without it: {reason}")
+
+    return failed
 
 
 def _introduce(

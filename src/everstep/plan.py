@@ -182,7 +182,7 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
                                       recovery.exact
         salvage      4 S              (what is salvaged is added to a sum of its own); with recovery.exact 4 S for each
                                       slot more than the replica has, if it were the last one left
-        reference    b T              (if rl.kl_coef > 0; with LoRA it shares the frozen weights; with engine.offload.reference not on
+        reference    b T              (if rl.kl_coef > 0, or recipe=dpo; with LoRA it shares the frozen weights; with engine.offload.reference not on
                                       the device)
         outer        4 S, and 4 S more with an outer momentum  (semi-synchronous training; in host memory, where a copy of weights and
                                       optimizer state is besides)
@@ -245,7 +245,8 @@ def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: in
     held = max(max(step.slots_per_replica) for step in steps) if config.recovery.exact else 0
     salvaged = max(step.slots for step in steps) - held if config.recovery.exact else 1
     salvages = config.recovery.enabled and config.recovery.mode == "salvage" and layout.replicas > 1
-    reference = width * trained if derive.is_rl(config) and config.rl.kl_coef > 0 else 0
+    has_reference = config.recipe == "dpo" or (derive.is_rl(config) and config.rl.kl_coef > 0)
+    reference = width * trained if has_reference else 0
     method = config.semisync.method
     outer = 0 if method == "none" else 4 * shard * (2 if method != "local_sgd" and config.semisync.outer_momentum else 1)
     return RankMemory(

@@ -176,7 +176,8 @@ class RoundWork:
         return state
 
     def ledger(self) -> Ledger:
-        return RoundLedger(self._round.inner_of, self._moved, self._worker.config.semisync.should_quantize)
+        self._ledger = RoundLedger(self._round.inner_of, self._moved, self._worker.config.semisync.should_quantize, delayed=self._delay > 0)
+        return self._ledger
 
     def restart(self) -> None:
         self._begin()
@@ -194,13 +195,19 @@ class RoundWork:
             self._salvaging, self._taken = True, None  # what is sent covers what was salvaged
         if not self._salvaging and self._inner <= self._last_before_sending < inner:
             self._taken = self._island.outer.pseudo_gradient(self._worker.engine.stepped())
+            self._ledger.send_ahead([t.clone() for t in self._taken])  # while the inner steps that are left are made
+            self._tell("sent_ahead", inner)
         self._inner = inner
         start = time.monotonic()
         sums = self._poison() if self._poisoned else self._inner_step(inner, slots)
         takes_part = torch.tensor([0.0 if self._counted else 1.0], dtype=torch.float64)
         self._counted = True
-        self._worker.tell_inner_step(self.step, inner, self._round.inner_steps, slots, time.monotonic() - start)
+        self._tell("inner_step", inner, of=self._round.inner_steps, slots=list(slots), seconds=time.monotonic() - start)
         return Contribution([], torch.cat([sums, takes_part]))
+
+    def _tell(self, event: str, inner: int, **fields: Any) -> None:
+        place = self._worker.formation
+        self._worker.events.emit(event, step=self.step, replica=place.replica, rank=place.rank, inner=inner, **fields)
 
     @property
     def _last_before_sending(self) -> int:

@@ -11,6 +11,7 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.config import derive
 from everstep.config.schema import Config, TrainConfig
 from everstep.data.packing import pack
+from everstep.data.preferences import CHOSEN
 from everstep.errors import BadInput
 
 
@@ -25,9 +26,13 @@ def cut_slots(batch: TrainingBatch, train: TrainConfig, dp: int) -> list[tuple[T
     step to step. Rows of about as many tokens stand side by side in a slot, and slots with more tokens come first: replicas, which
     are dealt every n-th slot, then have even work, and one that has a slot more than another has the smallest. BadInput names a
     sample that is longer than the budget.
+
+    Rows of a pair (the tensor ``chosen``: recipe dpo) lie side by side, and stay so: micro-batches then have an even size, and
+    pairs are packed whole.
     """
     if train.tokens_per_micro_batch is not None:
-        micro = [_rows(batch, row) for row in _packed(batch, train.tokens_per_micro_batch, dp)]
+        together = 2 if CHOSEN in batch else 1
+        micro = [_rows(batch, row) for row in _packed(batch, train.tokens_per_micro_batch, dp, together)]
         return [tuple(micro[i : i + dp]) for i in range(0, len(micro), dp)]
     size = derive.micro_batch_size(train)
     per_slot = size * dp
@@ -106,16 +111,18 @@ def with_evaluated(
     return batch.with_tensors(**{name: in_order(batch, [indices for indices, _ in cut], results)})
 
 
-def _packed(batch: TrainingBatch, budget: int, dp: int) -> list[list[int]]:
-    lengths = batch.token_counts()
-    for sid, length in zip(batch.sample_ids, lengths, strict=True):
+def _packed(batch: TrainingBatch, budget: int, dp: int, together: int = 1) -> list[list[int]]:
+    counts = batch.token_counts()
+    lengths = [sum(counts[i : i + together]) for i in range(0, len(counts), together)]
+    for sid, length in zip(batch.sample_ids[::together], lengths, strict=True):
         if not 0 < length <= budget:
             raise BadInput(
                 f"sample {sid} has {length} tokens, which do not fit into a row of train.tokens_per_micro_batch={budget}; raise it, or "
                 "leave the sample out"
                 if length else f"sample {sid} has no token (attention_mask); leave it out"
             )
-    return pack(lengths, budget, dp)
+    rows = pack(lengths, budget, dp)
+    return [[i for unit in row for i in range(together * unit, together * (unit + 1))] for row in rows]
 
 
 def _rows(batch: TrainingBatch, row: list[int]) -> TrainingBatch:

@@ -54,7 +54,7 @@ from everstep.telemetry.events import EventLog
 Life = tuple[int, int]  # (replica, build): one formation of a replica, and what every call says it is meant for
 
 CALL_PHASES = {  # what a rank says it does; other methods: "call"
-    "save_shard": "save", "save_island": "save", "generate": "rollout", "send_weights": "send", "form": "form", "logprobs": "logprobs",
+    "save_shard": "save", "generate": "rollout", "send_weights": "send", "form": "form", "logprobs": "logprobs",
     "values": "values",
 }
 STEPS = ("train_step", "train_round")  # they tell their phases themselves
@@ -401,10 +401,6 @@ class Worker:
         sums, metrics = self.engine.read_sums(without_participants(report.sums))
         return dataclasses.replace(report, sums=sums, metrics=metrics)
 
-    def tell_inner_step(self, step: int, inner: int, of: int, slots: tuple[int, ...], seconds: float) -> None:
-        self.events.emit("inner_step", step=step, replica=self.formation.replica, rank=self.formation.rank, inner=inner, of=of,
-                         slots=list(slots), seconds=seconds)
-
     def seed_of(self, step: int, slot: int, dp: int) -> int:
         return _seed(self.config.seed, step, slot, dp)
 
@@ -534,7 +530,6 @@ class Worker:
         self.state.version = version
         rng.restore(sharded.rng_states(index, replica, rank), self.device)
         self.events.emit("load", step=version, path=address)
-
 
     def memory_bytes(self) -> int:
         """Device memory in use (CUDA), or resident memory of the process (CPU)."""

@@ -17,6 +17,7 @@ from everstep.cluster.environment import check_user_environment, detect_launcher
 from everstep.config import derive, semisync
 from everstep.config.schema import Config, Fault, OptimizerConfig
 from everstep.data.functions import check_arguments, load_function
+from everstep.data.source import REASONING_GYM, is_path
 from everstep.engine.source import ModelShape, describe, resolve
 from everstep.errors import BadInput, ConfigError
 from everstep.layout import Layout
@@ -32,6 +33,7 @@ from everstep.recovery.faults import (
     UNHELD_PHASES,
 )
 from everstep.rl import pipeline
+from everstep.telemetry.trackers import check_trackers
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM")
 
@@ -70,6 +72,7 @@ def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> deriv
     semisync.check(config, shape)
     _check_data_files(config)
     _check_functions(config)
+    check_trackers(config)
     return sizes
 
 
@@ -347,6 +350,11 @@ def _no_such_moment(fault: Fault, config: Config, sizes: derive.Sizes) -> str:
 
 
 def _check_recipe(config: Config) -> None:
+    if (config.recipe == "dpo") != (config.data.format == "preference"):
+        raise ConfigError(
+            f"recipe={config.recipe} with data.format={config.data.format}: pairs are for recipe=dpo, and it takes nothing else; set "
+            "recipe=dpo and data.format=preference, or neither"
+        )
     if not derive.is_rl(config):
         return
     rl, warmup = config.rl, config.warmup
@@ -380,6 +388,16 @@ def _check_loss(config: Config) -> None:
     if rl.kl_coef == 0 and (rl.kl_target or rl.kl_in == "reward"):
         key = f"rl.kl_target={rl.kl_target}" if rl.kl_target else "rl.kl_in=reward"
         raise ConfigError(f"{key} has no effect with rl.kl_coef=0, which keeps no reference model; set rl.kl_coef, or leave it out")
+    if rl.dynamic_sampling_rounds and rl.samples_per_prompt < 2:
+        raise ConfigError(
+            f"rl.dynamic_sampling_rounds={rl.dynamic_sampling_rounds} compares the completions of a prompt, but "
+            f"rl.samples_per_prompt={rl.samples_per_prompt}; raise it, or set rl.dynamic_sampling_rounds=0"
+        )
+    cache, longest = config.reward.overlong_cache_tokens, config.rollout.max_response_tokens
+    if cache and cache >= longest:
+        raise ConfigError(
+            f"reward.overlong_cache_tokens={cache} must be less than rollout.max_response_tokens={longest}; lower it, or set it to null"
+        )
     if rl.importance.lower is not None and rl.importance.lower >= rl.importance.upper:
         raise ConfigError(
             f"rl.importance.lower={rl.importance.lower} must be below rl.importance.upper={rl.importance.upper}, or null"
@@ -452,15 +470,16 @@ def _sources(config: Config) -> list[tuple[str, str]]:
 
 def _check_data_files(config: Config) -> None:
     for key, spec in _sources(config):
-        kind, colon, _ = spec.partition(":")
-        if colon and "/" not in kind:
-            continue  # reasoning_gym:TASK or module:function
+        if not is_path(spec) or "://" in spec or "*" in spec:
+            continue  # a task or a function; or read when the data is
         path = Path(spec).expanduser()
         if not path.is_file():
             what = "is a folder" if path.is_dir() else "does not exist"
             raise BadInput(
-                f"{key}={spec} {what} ({path.absolute()}); give a .parquet file, reasoning_gym:TASK or module:function"
+                f"{key}={spec} {what} ({path.absolute()}); give a .parquet or .jsonl file, reasoning_gym:TASK or module:function"
             )
+        if path.name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
+            continue
         try:
             with path.open("rb") as file:
                 head = file.read(4)
@@ -473,15 +492,16 @@ def _check_data_files(config: Config) -> None:
 
 
 def _check_functions(config: Config) -> None:
-    from everstep.data.functions import load_function
-
     for key, spec in _sources(config):
-        if ":" in spec and "/" not in spec and not spec.startswith("reasoning_gym:"):
+        if not is_path(spec) and not spec.startswith(REASONING_GYM):
             load_function(spec, key)
     if derive.is_rl(config):
         pipeline.resolve(config)
-        if config.reward.function and ":" in config.reward.function:
-            load_function(config.reward.function, "reward.function")
+        named = [("reward.function", config.reward.function)]
+        named += [(f"reward.terms.{i}.function", term.function) for i, term in enumerate(config.reward.terms)]
+        for key, function in named:
+            if function and ":" in function:
+                load_function(function, key)
     elif config.pipeline:
         raise ConfigError(f"pipeline={config.pipeline} makes the iterations of recipe=grpo or ppo, and recipe={config.recipe} has none; leave it out")
 

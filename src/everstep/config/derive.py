@@ -207,6 +207,8 @@ def _packed_sizes(config: Config, samples_key: str, samples: int, max_tokens: in
 
 
 def _max_tokens_keys(config: Config, max_tokens: int) -> str:
+    if config.recipe == "dpo":
+        return "2*data.max_tokens"
     return "data.max_tokens" if max_tokens == config.data.max_tokens else "data.max_prompt_tokens+rollout.max_response_tokens"
 
 
@@ -306,6 +308,8 @@ def _sizes(config: Config) -> Sizes:
     if config.recipe == "sft":
         main = step_sizes(config, "sft.samples_per_step", config.sft.samples_per_step, config.data.max_tokens, config.sft.steps)
         return Sizes(layout(config), main, None, None)
+    if config.recipe == "dpo":
+        return Sizes(layout(config), _pair_sizes(config), None, None)
 
     rl, warm = config.rl, config.warmup
     samples = rl.prompts_per_step * rl.samples_per_prompt
@@ -336,6 +340,20 @@ def _sizes(config: Config) -> Sizes:
     if warm.steps:
         warmup = step_sizes(config, "warmup.samples_per_step", warm.samples_per_step, config.data.max_tokens, warm.steps)
     return Sizes(layout(config), main, warmup, iterations)
+
+
+def _pair_sizes(config: Config) -> StepSizes:
+    """A pair is two sequences, which never part: packed, it is one unit of twice the greatest length."""
+    dpo, train = config.dpo, config.train
+    if train.tokens_per_micro_batch is not None:
+        packed = step_sizes(config, "dpo.pairs_per_step", dpo.pairs_per_step, 2 * config.data.max_tokens, dpo.steps)
+        return dataclasses.replace(packed, samples_per_step=2 * dpo.pairs_per_step, max_tokens=config.data.max_tokens)
+    if micro_batch_size(train) % 2:
+        raise ConfigError(
+            f"train.micro_batch_size={micro_batch_size(train)} would part pairs of recipe=dpo; give an even number, such as "
+            f"{micro_batch_size(train) + 1}"
+        )
+    return step_sizes(config, "2*dpo.pairs_per_step", 2 * dpo.pairs_per_step, config.data.max_tokens, dpo.steps)
 
 
 def _island_sizes(config: Config, product: str, samples: int) -> StepSizes:

@@ -9,6 +9,19 @@ from pydantic import Field
 from everstep.config.section import Section
 
 
+class DpoConfig(Section):
+    """Direct preference optimisation (recipe=dpo, arXiv 2305.18290)."""
+
+    beta: float = Field(0.1, gt=0, description="How strongly the policy is held to the reference model: the factor of log-ratios in the loss.")
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="Assumed probability that a preference is the wrong way round (conservative DPO)."
+    )
+    pairs_per_step: int = Field(16, ge=1, description="Pairs of one optimizer step, over all replicas; each is two sequences.")
+    steps: int = Field(100, ge=1, description="Optimizer steps.")
+    eval_every: int = Field(0, ge=0, description="Steps between evaluations on data.eval_source; 0: only after the last.")
+    eval_pairs: int = Field(128, ge=1, description="Pairs of one evaluation (the first ones of the held-out data).")
+
+
 class WarmupConfig(Section):
     """A short SFT phase before reinforcement learning, in the same run, through the same step transaction."""
 
@@ -44,6 +57,12 @@ class RlConfig(Section):
     iterations: int = Field(100, ge=1, description="RL iterations: rollout, reward, advantages, update.")
     prompts_per_step: int = Field(16, ge=1, description="Prompts per iteration, over all replicas.")
     samples_per_prompt: int = Field(8, ge=1, description="Completions per prompt (the group of GRPO).")
+    dynamic_sampling_rounds: int = Field(
+        0,
+        ge=0,
+        description="DAPO's dynamic sampling: how many times an iteration generates anew in the place of prompts whose completions all have "
+        "the same reward, which are left out and recorded. If too few are left then, the last of those fill the step. 0: off.",
+    )
     passes: int = Field(1, ge=1, description="Passes over an iteration's samples.")
     updates_per_pass: int = Field(
         1,
@@ -179,13 +198,43 @@ class RolloutConfig(Section):
     )
 
 
+class RewardTerm(Section):
+    """One of several reward functions whose weighted sum is the reward."""
+
+    function: str | None = Field(None, description="As reward.function.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments bound to the function.")
+    weight: float = Field(1.0, description="Factor of the function's value in the reward.")
+
+
 class RewardConfig(Section):
     function: str | None = Field(
         None,
-        description="`module:function(prompt, completion, record) -> float`, or a name of "
-        "everstep.rl.rewards; default: the task's own scorer for reasoning_gym sources.",
+        description="`module:function(prompt, completion, record) -> float` (`async def` is fine), or one of `exact_match`, `number_match`, "
+        "`position_match`, `math_verify`, `format_match`, `brevity`; default: the task's own scorer for reasoning_gym sources.",
     )
     args: dict[str, Any] = Field(
         default_factory=dict,
         description="Keyword arguments bound to the reward function.",
     )
+    terms: list[RewardTerm] = Field(
+        default_factory=list, description="Several functions, instead of reward.function: the reward is the sum of weight times value."
+    )
+    timeout_s: float = Field(
+        30.0, gt=0, description="Time for one call of a reward function. A process that exceeds it is killed, and its sample marked."
+    )
+    workers: int = Field(
+        2, ge=1, description="Processes that call reward functions (built-ins that cannot hang need none)."
+    )
+    concurrency: int = Field(16, ge=1, description="Calls of `async` reward functions that one process has under way at a time.")
+    on_error: Literal["zero", "drop", "stop"] = Field(
+        "zero",
+        description="A sample whose reward function raises, hangs, crashes or returns no finite number gets reward 0, is `drop`ped (no token "
+        "of it counts, in its group neither), or stops the run. It is recorded with the reason. If all samples fail, the run stops.",
+    )
+    overlong_cache_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="DAPO's soft overlong punishment: in the last so many tokens before rollout.max_response_tokens the reward falls, by "
+        "reward.overlong_factor in the end; null: off.",
+    )
+    overlong_factor: float = Field(1.0, gt=0, description="Punishment of a completion of the greatest length.")

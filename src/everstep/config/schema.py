@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from everstep.config.recovery_schema import RecoveryConfig
-from everstep.config.rl_schema import RewardConfig, RlConfig, RolloutConfig, WarmupConfig
+from everstep.config.rl_schema import DpoConfig, RewardConfig, RlConfig, RolloutConfig, WarmupConfig
 from everstep.config.section import Section
 
 
@@ -208,7 +208,8 @@ class OptimizerConfig(Section):
 
 class DataConfig(Section):
     source: str = Field(
-        description="Training data: a .parquet file, `reasoning_gym:TASK`, or `module:function` returning a list of records.",
+        description="Training data: .parquet or .jsonl (here or at an address such as s3://; * for several), `reasoning_gym:TASK`, or "
+        "`module:function` returning a list of records.",
     )
     source_args: dict[str, Any] = Field(
         default_factory=dict,
@@ -222,18 +223,24 @@ class DataConfig(Section):
         default_factory=dict,
         description="Keyword arguments of data.eval_source.",
     )
-    format: Literal["chat", "text", "prompt"] = Field(
+    format: Literal["chat", "text", "prompt", "preference"] = Field(
         "chat",
         description="What a record holds. `chat`: `messages` (list of {role, content}); `text`: `text`; "
         "`prompt`: `prompt` (string or messages), optional `answer` and further fields, "
-        "handed to the reward function.",
+        "handed to the reward function; `preference`: `prompt`, and two completions, `chosen` and `rejected` (recipe=dpo).",
+    )
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="Fields of a record under other names: `{answer: reward_model.ground_truth}` makes what a record has at that path its "
+        "`answer`. For data.source and data.eval_source.",
     )
     shuffle: bool = Field(True, description="Shuffle the order of each pass over the data (from the seed).")
     max_prompt_tokens: int = Field(512, ge=1, description="Longest prompt in tokens.")
-    max_tokens: int = Field(1024, ge=2, description="Longest training sequence in tokens (SFT).")
-    too_long: Literal["error", "drop", "truncate"] = Field(
+    max_tokens: int = Field(1024, ge=2, description="Longest training sequence in tokens (SFT; DPO: prompt and completion).")
+    too_long: Literal["error", "drop", "truncate_left", "truncate_right"] = Field(
         "error",
-        description="A record longer than its limit: stop before training, leave it out (reported), or cut it on the left.",
+        description="A record longer than its limit: stop before training, leave it out (reported), or cut off its beginning "
+        "(truncate_left) or its end.",
     )
 
 
@@ -434,6 +441,16 @@ class Fault(Section):
 
 class TelemetryConfig(Section):
     tensorboard: bool = Field(True, description="Write metrics for TensorBoard to RUN/tensorboard.")
+    wandb: bool = Field(
+        False,
+        description="Write metrics to Weights & Biases too (its own environment variables apply; WANDB_MODE=offline: into RUN/wandb only).",
+    )
+    mlflow: bool = Field(False, description="Write metrics to MLflow too, at MLFLOW_TRACKING_URI, by default into RUN/mlruns.")
+    project: str = Field("everstep", description="Project (wandb) or experiment (MLflow) that the run belongs to; the run has its folder's name.")
+    sample_table_every: int = Field(
+        10, ge=0, description="RL iterations between tables of samples (prompt, completion, reward) in RUN/samples and the trackers; 0: none."
+    )
+    sample_table_rows: int = Field(8, ge=1, description="Rows of a table of samples, spread evenly over the iteration.")
     progress: Literal["auto", "rich", "plain", "none"] = Field(
         "auto",
         description="Progress display: `rich` live table, `plain` one line per step; auto: rich on a terminal.",
@@ -529,8 +546,9 @@ class LighthouseConfig(Section):
 
 
 class Config(Section):
-    recipe: Literal["sft", "grpo", "ppo"] = Field(
-        description="What to do: supervised fine-tuning, GRPO and its relatives (no critic), or PPO with a critic."
+    recipe: Literal["sft", "grpo", "ppo", "dpo"] = Field(
+        description="What to do: supervised fine-tuning, GRPO and its relatives (no critic), PPO with a critic, or direct preference "
+        "optimisation.",
     )
     run_dir: str = Field(
         "runs/default",
@@ -564,6 +582,7 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     data: DataConfig
     sft: SftConfig = SftConfig()
+    dpo: DpoConfig = DpoConfig()
     warmup: WarmupConfig = WarmupConfig()
     rl: RlConfig = RlConfig()
     critic: CriticConfig = CriticConfig()

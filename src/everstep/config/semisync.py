@@ -59,6 +59,13 @@ def check(config: Config, shape: ModelShape) -> None:
             f"rollout.engines={config.rollout.engines} generate with the committed weights, but with semisync.method={method} each replica makes "
             "rollouts with its own; set rollout.engines=0"
         )
+    if config.recipe == "dpo":
+        raise ConfigError(f"semisync.method={method} is for recipe=sft and grpo; with recipe=dpo set semisync.method=none")
+    if config.recipe == "grpo" and config.rl.dynamic_sampling_rounds:
+        raise ConfigError(
+            f"rl.dynamic_sampling_rounds={config.rl.dynamic_sampling_rounds} takes prompts as groups are left out, but with "
+            f"semisync.method={method} prompts are dealt to the islands beforehand; set it to 0"
+        )
     if config.recipe == "grpo" and config.rl.kl_target:
         raise ConfigError(
             f"rl.kl_target={config.rl.kl_target} adapts one coefficient to the samples of all replicas, which semisync.method={method} leaves on "

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from everstep.data.order import SampleRef, SampleStream, pass_order
-from everstep.data.source import load_records
+from everstep.data.source import load_records, with_columns
 from everstep.errors import BadInput, ConfigError
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def check(config: Config) -> PreparedData:
     Starts no process.
     """
     from everstep.config import derive
+    from everstep.data.preferences import prepare_preferences
     from everstep.data.prepare import prepare_prompts, prepare_sft
     from everstep.engine.source import describe, load_tokenizer
 
@@ -74,6 +75,10 @@ def check(config: Config) -> PreparedData:
 
     def prepare(spec: str, args: dict[str, Any], key: str, prompts: bool) -> Dataset:
         records = load_records(spec, args, key)
+        if key.startswith("data."):
+            records = with_columns(records, data.columns, key)
+        if data.format == "preference":
+            return prepare_preferences(records, tokenizer, data.max_tokens, data.too_long, key)
         if prompts:
             return prepare_prompts(records, tokenizer, data.max_prompt_tokens, data.too_long, key)
         format = None if key == "warmup.source" else data.format
@@ -87,9 +92,9 @@ def check(config: Config) -> PreparedData:
             raise ConfigError(f"warmup.steps={config.warmup.steps} needs warmup.source; or set warmup.steps=0")
         warmup = prepare(config.warmup.source, config.warmup.source_args, "warmup.source", False)
     if rl:
-        from everstep.rl.rewards import resolve
+        from everstep.rl.reward_functions import terms
 
-        resolve(config.reward, data.source, data.source_args)
+        terms(config.reward, data.source, data.source_args)
 
     vocabulary = describe(config.model).vocab
     for dataset in (train, held_out, warmup):

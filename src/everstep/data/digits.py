@@ -38,6 +38,16 @@ def warm_up(digits: int = 3, targets_per_prompt: int = 6, seed: int = 0) -> list
     return records
 
 
+def preferences(split: Split = "train", digits: int = 3) -> list[dict[str, str]]:
+    """Records {prompt, chosen, rejected}: the digits in ascending order are preferred to each other order of them."""
+    return [
+        {"prompt": "".join(p) + SEPARATOR, "chosen": "".join(sorted(p)), "rejected": "".join(order)}
+        for p in _split(split, digits)
+        for order in itertools.permutations(sorted(p))
+        if list(order) != sorted(p)
+    ]
+
+
 def _split(split: str, digits: int) -> list[tuple[str, ...]]:
     if split not in ("train", "held_out"):
         raise BadInput(f"split={split!r} must be train or held_out")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Format = Literal["chat", "text", "prompt"]
-TooLong = Literal["error", "drop", "truncate"]
+TooLong = Literal["error", "drop", "truncate_left", "truncate_right"]
 
 
 @dataclass(frozen=True)
@@ -103,21 +103,21 @@ def prepare_sft(
 ) -> Dataset:
     """Training sequences with the loss mask of the table above. ``format`` None: each record's keys tell.
 
-    ``too_long`` = truncate cuts on the left. BadInput for a record that lacks its key, or has nothing to learn from.
+    ``too_long`` says what becomes of longer ones. BadInput for a record that lacks its key, or has nothing to learn from.
     """
 
     def encode(number: int, record: Record) -> Tokens:
         kind = format or _format_of(number, record, key)
         if kind == "chat":
-            ids, mask = encode_chat(tokenizer, _messages(number, record, "messages", key), _where(number, "messages", key))
+            ids, mask = encode_chat(tokenizer, _messages(number, record, "messages", key), where(number, "messages", key))
         elif kind == "text":
-            ids = list(tokenizer(_string(number, record, "text", key))["input_ids"])
+            ids = list(tokenizer(string_of(number, record, "text", key))["input_ids"])
             if not ids or ids[-1] != tokenizer.eos_token_id:
                 ids.append(_eos(tokenizer, key))
             mask = [1] * len(ids)
         else:
-            prompt = encode_prompt(tokenizer, _prompt(number, record, key), _where(number, "prompt", key))
-            text = _string(number, record, "completion", key)
+            prompt = encode_prompt(tokenizer, prompt_of(number, record, key), where(number, "prompt", key))
+            text = string_of(number, record, "completion", key)
             completion = [*tokenizer(text, add_special_tokens=False)["input_ids"], _eos(tokenizer, key)]
             ids, mask = prompt + completion, [0] * len(prompt) + [1] * len(completion)
         return Tokens(ids, mask)
@@ -200,9 +200,9 @@ def prepare_prompts(
     special tokens) and ``record`` (the whole record, for the reward function)."""
 
     def encode(number: int, record: Record) -> Tokens:
-        ids = encode_prompt(tokenizer, _prompt(number, record, key), _where(number, "prompt", key))
+        ids = encode_prompt(tokenizer, prompt_of(number, record, key), where(number, "prompt", key))
         if not ids:
-            raise BadInput(f"{_where(number, 'prompt', key)} is empty: generation needs at least one token to start from")
+            raise BadInput(f"{where(number, 'prompt', key)} is empty: generation needs at least one token to start from")
         text = tokenizer.decode(ids, skip_special_tokens=True)
         return Tokens(ids, [0] * len(ids), {"prompt": text, "record": record})
 
@@ -239,9 +239,10 @@ def _fit(
             excess.append((number, length))
             if too_long == "drop":
                 dropped.append(Dropped(number, f"{length} tokens, {limit_key}={limit}"))
-            if too_long != "truncate":
+            if too_long in ("error", "drop"):
                 continue
-            tokens = Tokens(tokens.input_ids[-limit:], tokens.loss_mask[-limit:], tokens.columns)
+            part = slice(-limit, None) if too_long == "truncate_left" else slice(limit)
+            tokens = Tokens(tokens.input_ids[part], tokens.loss_mask[part], tokens.columns)
         mask = [0, *tokens.loss_mask[1:]]
         if needs_target and not any(mask):
             dropped.append(Dropped(number, "no token to learn from"))
@@ -252,7 +253,7 @@ def _fit(
         more = f", and {len(excess) - 1} more records are too long" if len(excess) > 1 else ""
         raise BadInput(
             f"{key}: record {number} has {length} tokens, more than {limit_key}={limit}{more}; raise {limit_key}, "
-            "or set data.too_long=drop or truncate"
+            "or set data.too_long=drop, truncate_left or truncate_right"
         )
     if not samples:
         raise BadInput(f"{key}: none of {len(records)} records can be used (record 0: {dropped[0].reason})")
@@ -266,7 +267,8 @@ def _format_of(number: int, record: Record, key: str) -> Format:
     raise BadInput(f"{key}: record {number} has neither messages, prompt and completion, nor text; it has {sorted(record)}")
 
 
-def _where(number: int, name: str, key: str) -> str:
+def where(number: int, name: str, key: str) -> str:
+    """How an error names a field of a record."""
     return f"{key}: {name!r} of record {number}"
 
 
@@ -276,28 +278,30 @@ def _get(number: int, record: Record, name: str, key: str) -> Any:
     return record[name]
 
 
-def _string(number: int, record: Record, name: str, key: str) -> str:
+def string_of(number: int, record: Record, name: str, key: str) -> str:
+    """A field that must be a string. BadInput."""
     value = _get(number, record, name, key)
     if not isinstance(value, str):
-        raise BadInput(f"{_where(number, name, key)} is a {type(value).__name__}, not a string")
+        raise BadInput(f"{where(number, name, key)} is a {type(value).__name__}, not a string")
     return value
 
 
 def _messages(number: int, record: Record, name: str, key: str) -> list[dict[str, Any]]:
-    where = _where(number, name, key)
+    place = where(number, name, key)
     value = _get(number, record, name, key)
     if not isinstance(value, list) or not value:
-        raise BadInput(f"{where} must be a non-empty list of {{role, content}}")
+        raise BadInput(f"{place} must be a non-empty list of {{role, content}}")
     for i, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadInput(f"{where}: message {i} has no role")
+            raise BadInput(f"{place}: message {i} has no role")
         if not isinstance(message.get("content"), str):
-            raise BadInput(f"{where}: message {i} has no content of type string")
+            raise BadInput(f"{place}: message {i} has no content of type string")
     # Parquet gives every message of a column the same keys, absent ones as None.
     return [{k: v for k, v in message.items() if v is not None} for message in value]
 
 
-def _prompt(number: int, record: Record, key: str) -> str | list[dict[str, Any]]:
+def prompt_of(number: int, record: Record, key: str) -> str | list[dict[str, Any]]:
+    """The field ``prompt``: a string or messages. BadInput."""
     value = _get(number, record, "prompt", key)
     return value if isinstance(value, str) else _messages(number, record, "prompt", key)
 

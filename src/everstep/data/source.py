@@ -1,13 +1,18 @@
 """Where records come from. A record is a dict; what it must hold depends on ``data.format`` (see ``prepare``).
 
 PATH.parquet          one row, one record
+PATH.jsonl            one line, one record; .jsonl.gz and the like too
 reasoning_gym:TASK    a generated, verifiable task of the package reasoning-gym
 module:function       your function; called with data.source_args, returns a list of dicts
+
+PATH may hold * (files in the order of their names), and be an address that fsspec knows: s3://bucket/train-*.parquet.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +35,8 @@ def load_records(spec: str, args: dict[str, Any], key: str = "data.source") -> l
     """
     if spec.startswith(REASONING_GYM):
         records = _generated(spec, args, key)
-    elif spec.endswith(".parquet") or "/" in spec or Path(spec).suffix in _FILE_SUFFIXES or Path(spec).exists():
-        records = _parquet(spec, args, key)
+    elif is_path(spec):
+        records = _files(spec, args, key)
     else:
         function = load_function(spec, key)
         check_arguments(function, 0, args, spec, key, f"{key}_args")
@@ -51,25 +56,84 @@ def load_records(spec: str, args: dict[str, Any], key: str = "data.source") -> l
     return records
 
 
-_FILE_SUFFIXES = {".json", ".jsonl", ".csv", ".arrow", ".txt", ".gz", ".zst"}
+def is_path(spec: str) -> bool:
+    """Whether a source is a file, not a task or a function."""
+    return not spec.startswith(REASONING_GYM) and ("/" in spec or Path(spec).suffix in _FILE_SUFFIXES or Path(spec).exists())
 
 
-def _parquet(spec: str, args: dict[str, Any], key: str) -> list[Record]:
+_FILE_SUFFIXES = {".parquet", ".json", ".jsonl", ".csv", ".arrow", ".txt", ".gz", ".zst"}
+
+
+def with_columns(records: list[Record], columns: Mapping[str, str], key: str = "data.source") -> list[Record]:
+    """Records in which the field NAME of ``columns`` (data.columns) is also what they have at PATH, ``a.b`` for b inside a.
+
+    BadInput for a record that has nothing there.
+    """
+
+    def found(number: int, record: Record, path: str) -> Any:
+        value: Any = record
+        for part in path.split("."):
+            if not isinstance(value, dict) or value.get(part) is None:
+                raise BadInput(f"{key}: record {number} has nothing at {path!r} (data.columns); it has {sorted(record)}")
+            value = value[part]
+        return value
+
+    return [{**record, **{name: found(i, record, path) for name, path in columns.items()}} for i, record in enumerate(records)]
+
+
+def _files(spec: str, args: dict[str, Any], key: str) -> list[Record]:
+    import fsspec
     import pyarrow
     import pyarrow.parquet
 
-    path = Path(spec).expanduser()
     if args:
-        raise BadInput(f"{key}_args={args}: a parquet file takes no arguments; remove {key}_args")
-    if not path.is_file():
-        what = "is not a file" if path.exists() else "does not exist"
-        raise BadInput(f"{key}={spec} {what} ({path.absolute()}); give a .parquet file, reasoning_gym:TASK or module:function")
+        raise BadInput(f"{key}_args={args}: a file takes no arguments; remove {key}_args")
+    advice = "give a .parquet or .jsonl file, reasoning_gym:TASK or module:function"
+    remote = "://" in spec
+    where = spec if remote else str(Path(spec).expanduser().absolute())
     try:
-        table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{key}={spec} cannot be read as parquet ({reason}); convert it, or name a module:function") from error
-    return table.to_pylist()
+        filesystem, path = fsspec.core.url_to_fs(where)
+        paths = sorted(filesystem.glob(path)) if "*" in path else [path]
+        for one in paths:
+            if not filesystem.isfile(one):
+                what = "is not a file" if filesystem.exists(one) else "does not exist"
+                raise BadInput(f"{key}={spec} {what} ({one}); {advice}")
+    except BadInput:
+        raise
+    except Exception as error:  # a fault boundary: libraries of every kind of storage
+        raise BadInput(f"{key}={spec} cannot be reached: {type(error).__name__}: {error}") from error
+    if not paths:
+        raise BadInput(f"{key}={spec}: no file has such a name; {advice}")
+    records: list[Record] = []
+    for one in paths:
+        name = one.removesuffix(".gz").removesuffix(".zst")
+        if not name.endswith((".parquet", ".jsonl")):
+            raise BadInput(f"{key}={spec}: {one} cannot be read as parquet or JSON lines; {advice}")
+        try:
+            with filesystem.open(one, "rb", compression="infer") as file:
+                if name.endswith(".parquet"):
+                    records += pyarrow.parquet.read_table(file).to_pylist()
+                else:
+                    records += _json_lines(file, f"{key}={spec}: {one}" if len(paths) > 1 else f"{key}={spec}")
+        except BadInput:
+            raise
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise BadInput(f"{key}={spec} cannot be read as {Path(name).suffix[1:]} ({reason}); convert it, or name a module:function") from error
+        except Exception as error:  # a fault boundary, as above
+            raise BadInput(f"{key}={spec} cannot be read: {type(error).__name__}: {error}") from error
+    return records
+
+
+def _json_lines(file: Any, where: str) -> list[Record]:
+    records = []
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            try:
+                records.append(json.loads(line))
+            except ValueError as error:
+                raise BadInput(f"{where}: line {number} is not JSON: {error}") from error
+    return records
 
 
 def _generated(spec: str, args: dict[str, Any], key: str) -> list[Record]:

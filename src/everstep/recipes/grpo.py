@@ -8,6 +8,7 @@ around it, which recipe ppo has too. Everything that the stages make is complete
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from everstep.recipes.updates import transactions
 from everstep.rl import credit, island, pipeline
 from everstep.rl.execute import Context, execute, named
 from everstep.rl.record import IterationRecord, IterationRecords, settings_digest
-from everstep.rl.rewards import Reward, resolve, score
+from everstep.rl.rewards import Scorer, without_dropped
 from everstep.rl.rollout import Sampling, repeat_prompts
 from everstep.run_dir import checkpoints_of
 from everstep.telemetry.console import Completion
@@ -34,8 +35,12 @@ TIMINGS = {"rollout": "gen", "reward": "reward", "ref_logprob": "ref", "old_logp
 
 
 def train(run: Run) -> None:
+    with Scorer(run.config, run.events, run.note) as reward:
+        iterate(run, reward)
+
+
+def iterate(run: Run, reward: Scorer) -> None:
     config, group, rl = run.config, run.group, run.config.rl
-    reward = resolve(config.reward, config.data.source, config.data.source_args)
     stages, sizes = pipeline.resolve(config), derive.sizes(config)
     records = IterationRecords(run.folder / "iterations", checkpoints_of(config))
     prompts = SampleStream(len(run.data.train), config.seed, config.data.shuffle)
@@ -74,12 +79,12 @@ def train(run: Run) -> None:
     run.start(rl.iterations, "iteration", iteration)
     while iteration < rl.iterations:
         watch = Stopwatch()
-        context = Context(config, iteration + 1, reward, kl_coef)
+        context = Context(config, iteration + 1, reward, kl_coef, functools.partial(next_prompts, run, prompts), run.dropped)
         if record is None:
-            taken = run.data.train.batch(prompts.take(rl.prompts_per_step))
-            made = execute(stages, context, group, repeat_prompts(taken, rl.samples_per_prompt), run.events)
+            made = execute(stages, context, group, context.prompts(rl.prompts_per_step), run.events)
+            samples, taken = without_dropped(made.samples), prompts.read - prompts.trained
             record = IterationRecord(
-                iteration + 1, began_at, sizes.updates_of(iteration + 1), len(taken), settings_digest(config), made.samples, made.metrics
+                iteration + 1, began_at, sizes.updates_of(iteration + 1), taken, settings_digest(config), samples, made.metrics
             )
             watch.seconds |= {timing(name): spent for name, spent in made.seconds.items()}
             watch.skip()
@@ -112,11 +117,17 @@ def train(run: Run) -> None:
             watch.lap("timing_s/testing")
         run.log(began_at, metrics | watch.seconds, show_at=iteration)
         run.completions(some_completions(samples, config.telemetry.show_completions))
+        run.sample_table(began_at, iteration, samples)
         run.verify_if_due()
         if accuracy is not None:
             run.save_if_best(accuracy, state)
         run.save_if_due(state, last=iteration == rl.iterations)
         group.once(records.retire)
+
+
+def next_prompts(run: Run, prompts: SampleStream, count: int) -> TrainingBatch:
+    """The next ``count`` prompts, each for all of its completions."""
+    return repeat_prompts(run.data.train.batch(prompts.take(count)), run.config.rl.samples_per_prompt)
 
 
 def timing(part: str) -> str:
@@ -142,7 +153,7 @@ def interrupted(run: Run, records: IterationRecords, iteration: int, began_at: i
     return record
 
 
-def islands(run: Run, prompts: SampleStream, reward: Any, iteration: int, has_reference: bool) -> None:
+def islands(run: Run, prompts: SampleStream, reward: Scorer, iteration: int, has_reference: bool) -> None:
     """Semi-synchronous: each replica makes rollouts of its own prompts with its own weights, and an update from them, some iterations
     long; then weights are synchronised. Metrics are means over the iterations of a round."""
     config, rl, inner = run.config, run.config.rl, run.inner_steps
@@ -189,13 +200,13 @@ def warm_up(run: Run, state: Callable[[], dict[str, Any]]) -> None:
         run.save_if_due(state)
 
 
-def evaluate(run: Run, reward: Reward) -> float:
+def evaluate(run: Run, reward: Scorer) -> float:
     """Share of held-out prompts whose (greedy) completion is right: a reward of at least 1."""
     assert run.data.eval is not None
     prompts = run.data.eval.first(run.config.rollout.eval_samples)
     answered = run.group.rollout(repeat_prompts(prompts, 1), Sampling.for_evaluation(run.config))
-    scores = run.group.once(score, reward, answered)
-    return sum(s >= 1.0 for s in scores) / len(scores)
+    scores = run.group.once(reward, answered).values
+    return float((scores >= 1.0).float().mean())
 
 
 def rollout_metrics(samples: TrainingBatch, config: Config) -> dict[str, float]:

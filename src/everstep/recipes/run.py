@@ -20,6 +20,7 @@ from everstep.telemetry.console import Completion, Console
 from everstep.telemetry.events import EventLog
 from everstep.telemetry.metrics import Metrics
 from everstep.telemetry.ongoing import Ongoing
+from everstep.telemetry.trackers import SampleRow
 
 
 @dataclass
@@ -97,6 +98,21 @@ class Run:
     def completions(self, shown: Sequence[Completion]) -> None:
         if self.console and shown and self.group.is_lead:
             self.console.completions(shown)
+
+    def sample_table(self, step: int, iteration: int, samples: TrainingBatch) -> None:
+        """Every ``telemetry.sample_table_every`` iterations: some samples, with the tensor ``scores``, to disk and to the trackers."""
+        every, count = self.config.telemetry.sample_table_every, self.config.telemetry.sample_table_rows
+        if not self.metrics or not self.group.is_lead or not every or iteration % every:
+            return
+        rows = range(0, len(samples), max(1, len(samples) // count))[:count]
+        columns = [samples.column("prompt"), samples.column("completion"), samples["scores"].tolist()]
+        self.metrics.samples(step, [SampleRow(samples.sample_ids[i], *(column[i] for column in columns)) for i in rows])
+
+    def dropped(self, groups: Sequence[tuple[list[str], str]]) -> None:
+        """Samples that will not be used, and why."""
+        for samples, reason in groups:
+            if self.events:
+                self.events.emit("drop", samples=samples, reason=reason)
 
     def save_if_due(self, state: Callable[[], dict[str, Any]], last: bool = False) -> None:
         """Checkpoint after every ``checkpoint.every_steps`` committed steps, and at the end (``checkpoint.at_end``). Called where the

@@ -19,6 +19,7 @@ import torch
 
 from everstep.errors import LedgersDiffer
 from everstep.recovery.link import Link
+from everstep.recovery.view import View
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,10 @@ class Ledger(ABC):
         return Inventory(slots, owners, self._fold([row[slots:] for row in rows], owners))
 
     @abstractmethod
+    def may_send(self, view: View, beside: Callable[[], Link], stop: Callable[[], bool], timeout_s: float) -> None:
+        """What follows is computed under ``view``; ``beside`` forms a link of its members for sums that shall not wait for all of it."""
+
+    @abstractmethod
     def total(
         self, link: Link, inventory: Inventory, stop: Callable[[], bool], timeout_s: float, issued: Callable[[], None], in_place: bool = False
     ) -> list[torch.Tensor]:
@@ -121,6 +126,9 @@ class SumLedger(Ledger):
         self._gradients: list[torch.Tensor] = []
         self._own: list[torch.Tensor] | None = None
         self._sums = torch.zeros(0, dtype=torch.float64)
+
+    def may_send(self, view: View, beside: Callable[[], Link], stop: Callable[[], bool], timeout_s: float) -> None:
+        pass  # a gradient is complete only at the end
 
     def total(
         self, link: Link, inventory: Inventory, stop: Callable[[], bool], timeout_s: float, issued: Callable[[], None], in_place: bool = False
@@ -165,6 +173,9 @@ class SlotLedger(Ledger):
         self._slots: dict[int, Contribution] = {}
         self._like: list[torch.Tensor] = []  # tensors of the shapes of one slot's gradient: the engine's buffers
         self._zeros = torch.zeros(0, dtype=torch.float64)
+
+    def may_send(self, view: View, beside: Callable[[], Link], stop: Callable[[], bool], timeout_s: float) -> None:
+        pass  # a gradient is complete only at the end
 
     def total(
         self, link: Link, inventory: Inventory, stop: Callable[[], bool], timeout_s: float, issued: Callable[[], None], in_place: bool = False

@@ -318,6 +318,17 @@ class Links:
                 dropped.drop()
         return link, built
 
+    def beside(self, record: Record, stop: Callable[[], bool]) -> Link:
+        """A second link of a view's members, for one step, dropped with the next one's use. Raises LinkBroken."""
+        name = f"{record.view.link_id}/{record.view.committed + 1}"
+        link = self._form(name, record.view.replicas, stop)
+        with self._lock:
+            if not self._closed:
+                self._links[name] = record.number, link
+                return link
+        link.drop()
+        raise LinkBroken(f"{name} was formed after this rank had left its replica")
+
     def _form(self, name: str, replicas: Sequence[int], stop: Callable[[], bool]) -> Link:
         link: Link = interruptible(lambda: self._build(name, replicas), stop, self._timeout_s, f"link {name}")
         return link

@@ -20,15 +20,19 @@ commits come from our own log, and a vote needs the total before anything is cha
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from everstep.config.schema import SemiSyncConfig
+from everstep.errors import DeadlineExceeded, LinkBroken
 from everstep.recovery.ledger import Contribution, Inventory, SumLedger
 from everstep.recovery.link import Link
 from everstep.recovery.quantized import sum_quantized
+from everstep.recovery.view import View
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,46 @@ class Outer:
         self.synced += 1
 
 
+class Ahead:
+    """A sum that is under way while inner steps go on: on a link of its own, so that nothing else waits behind it, in a thread.
+
+    Of use only if every member of the view sent, and all got the total (:meth:`agreed`); otherwise it is given up, and the sum is made
+    at the end of the round, as without a delay.
+    """
+
+    def __init__(self, of: str, connect: Callable[[], Link], add: Callable[[Link], list[torch.Tensor]]):
+        """``of``: name of the view's link; ``connect``: forms the link, ``add``: sums over it. Both raise LinkBroken."""
+        self.of = of
+        self._connect, self._add = connect, add
+        self._total: list[torch.Tensor] | None = None
+        self._thread = threading.Thread(target=self._run, name=f"ahead-{of}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        link: Link | None = None
+        try:
+            link = self._connect()
+            self._total = self._add(link)
+        except (LinkBroken, DeadlineExceeded):  # no total: the end of the round makes one
+            if link is not None:
+                link.drop()
+
+    @staticmethod
+    def agreed(ahead: Ahead | None, link: Link, stop: Callable[[], bool], timeout_s: float) -> list[torch.Tensor] | None:
+        """The total, if every member of ``link`` has it. All members call this at the same place. Raises LinkBroken."""
+        sent = ahead is not None and ahead.of == link.name
+        if not all(float(row) for row in link.gather(torch.tensor([float(sent)]), stop, timeout_s)):
+            return None
+        assert ahead is not None
+        end = time.monotonic() + timeout_s
+        while ahead._thread.is_alive() and not stop() and time.monotonic() < end:
+            ahead._thread.join(0.001)
+        got = ahead._total is not None and not ahead._thread.is_alive()
+        if not all(float(row) for row in link.gather(torch.tensor([float(got)]), stop, timeout_s)):
+            return None
+        return ahead._total
+
+
 class RoundLedger(SumLedger):
     """What a replica holds of a round in progress: the slots it made inner steps on. Gradients are not kept; what the weights moved
     is asked for when it is to be sent, so that it covers every inner step, salvaged ones included.
@@ -110,14 +154,37 @@ class RoundLedger(SumLedger):
     ``inner_of``: slot -> its inner step; slots of one are computed together, inner steps one after the other.
     """
 
-    def __init__(self, inner_of: Callable[[int], int], moved: Callable[[], list[torch.Tensor]], quantize: bool):
+    def __init__(self, inner_of: Callable[[int], int], moved: Callable[[], list[torch.Tensor]], quantize: bool, delayed: bool):
         super().__init__()
-        self._inner_of, self._moved, self._quantize = inner_of, moved, quantize
+        self._inner_of, self._moved, self._quantize, self._delayed = inner_of, moved, quantize, delayed
+        self._begin_ahead: Callable[[list[torch.Tensor]], Ahead] | None = None
+        self._ahead: Ahead | None = None
+
+    def may_send(self, view: View, beside: Callable[[], Link], stop: Callable[[], bool], timeout_s: float) -> None:
+        self._ahead = None
+        alone = len(view.members) == 1
+        self._begin_ahead = None if alone else (
+            lambda moved: Ahead(view.link_id, beside, lambda link: self._add(link, moved, stop, timeout_s))
+        )
+
+    def send_ahead(self, moved: list[torch.Tensor]) -> None:
+        """Begin to sum what the weights moved until now. ``moved`` is given up."""
+        if self._begin_ahead is not None:
+            self._ahead = self._begin_ahead(moved)
 
     def total(
         self, link: Link, inventory: Inventory, stop: Callable[[], bool], timeout_s: float, issued: Callable[[], None], in_place: bool = False
     ) -> list[torch.Tensor]:
-        moved = self._moved()
+        if self._delayed and len(link.replicas) > 1:
+            issued()
+            total = Ahead.agreed(self._ahead, link, stop, timeout_s)
+            if total is not None:
+                return total
+        return self._add(link, self._moved(), stop, timeout_s, issued)
+
+    def _add(
+        self, link: Link, moved: list[torch.Tensor], stop: Callable[[], bool], timeout_s: float, issued: Callable[[], None] = lambda: None
+    ) -> list[torch.Tensor]:
         if self._quantize:
             return sum_quantized(link, moved, stop, timeout_s, issued)
         return link.sum(moved, stop, timeout_s, issued, in_place=True)  # made for this call

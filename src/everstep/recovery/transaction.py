@@ -246,6 +246,7 @@ class Transaction:
             self._healing.serve(view)  # in the background, while I compute
         if ledger.open(view.deal.number):
             work.restart()
+            ledger.may_send(view, lambda: self._links.beside(record, stale), stale, self._config.step_timeout_s)
             member = view.member(self._replica)
             mine = view.deal.share(member, work.slots) if member else ()
             mine = tuple(slot for slot in mine if slot not in view.quarantined)

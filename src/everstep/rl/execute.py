@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,7 +23,7 @@ from everstep.config.schema import Config
 from everstep.data.functions import load_function
 from everstep.errors import DeadlineExceeded, EverstepError, WorkerFailed
 from everstep.rl.pipeline import PROMPTS, Pipeline, Stage
-from everstep.rl.rewards import Reward
+from everstep.rl.rewards import Scorer
 from everstep.telemetry.events import EventLog
 
 
@@ -33,8 +33,10 @@ class Context:
 
     config: Config
     iteration: int
-    reward: Reward
+    reward: Scorer
     kl_coef: float  # the present one: rl.kl_target moves it
+    prompts: Callable[[int], TrainingBatch]  # takes the next ones of the data, each rl.samples_per_prompt times; for a stage on the ranks
+    dropped: Callable[[Sequence[tuple[list[str], str]]], None]  # records ids of samples that will not be used, and why
     _group: Group | None = None
 
     @property

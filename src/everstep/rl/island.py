@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from everstep.cluster.batch import TrainingBatch
@@ -19,7 +18,7 @@ from everstep.engine.loss import LossFn, LossOutput, LossSpec
 from everstep.rl import credit
 from everstep.rl.losses import PolicyLoss, policy_loss
 from everstep.rl.pipeline import needs_old_logprobs
-from everstep.rl.rewards import resolve, score
+from everstep.rl.rewards import Scorer, without_dropped
 from everstep.rl.rollout import Sampling
 
 if TYPE_CHECKING:
@@ -33,8 +32,9 @@ class GrpoRollout:
         config, rl, temperature = worker.config, worker.config.rl, worker.config.rollout.temperature
         samples = worker.generate(prompts, Sampling.for_training(config))
         if len(samples):
-            reward = resolve(config.reward, config.data.source, config.data.source_args)
-            samples = samples.with_tensors(scores=torch.tensor(score(reward, samples)))
+            with Scorer(config, worker.events) as reward:
+                found = reward(samples)
+            samples = without_dropped(samples.with_tensors(**found.tensors(drop=config.reward.on_error == "drop")))
         samples = worker.from_collecting_rank(samples)
         if rl.kl_coef > 0:
             samples = worker.from_collecting_rank(worker.logprobs(samples, temperature, "reference"))

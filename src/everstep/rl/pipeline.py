@@ -218,18 +218,21 @@ def standard(config: Config) -> Pipeline:
     old = ("old_logprobs",) if needs_old_logprobs(rl) else ()
     ref = ("ref_logprobs",) if rl.kl_coef > 0 else ()
     value = ("values",) if has_critic else ()
+    scored = ("scores", "dropped") if config.reward.on_error == "drop" else ("scores",)
     weight = ("importance_weights",) if rl.importance.level != "none" else ()
     stages = [
         Stage("rollout", "everstep.rl.stages:rollout", (PROMPTS,), _SAMPLES, "ranks"),
-        Stage("reward", "everstep.rl.stages:reward", ("prompt", "completion", "record"), ("scores",)),
+        Stage("reward", "everstep.rl.stages:reward", ("prompt", "completion", "record", "loss_mask"), scored),
     ]
+    if rl.dynamic_sampling_rounds:  # which completions there are depends on their rewards
+        stages = [Stage("rollout", "everstep.rl.stages:scored_rollout", (PROMPTS,), (*_SAMPLES, *scored), "ranks")]
     if old:
         stages.append(Stage("old_logprob", "everstep.rl.stages:old_logprob", _TOKENS, old, "ranks"))
     if ref:
         stages.append(Stage("ref_logprob", "everstep.rl.stages:ref_logprob", _TOKENS, ref, "ranks"))
     if value:
         stages.append(Stage("values", "everstep.rl.stages:values", _TOKENS, value, "ranks"))
-    estimated = ("scores", "group", "loss_mask", "rollout_logprobs", *old, *ref, *value)
+    estimated = (*scored, "group", "loss_mask", "rollout_logprobs", *old, *ref, *value)
     made = ("advantages", *(("returns",) if has_critic else ()), *weight)
     stages.append(Stage("advantages", "everstep.rl.stages:advantages", estimated, made))
 

@@ -1,31 +1,34 @@
-"""Rewards: a function of (prompt, completion, record) that returns a number.
+"""The rewards of a batch of completions, as section ``reward`` of the configuration says.
 
-``reward.function`` names one of the built-ins below or your own ``module:function``; ``reward.args`` are bound to it.
-Without it, a reasoning_gym source is scored by the task's own scorer, and other sources need an answer to compare with.
-
-Texts are without special tokens. ``record`` is the data record, as its source gave it.
+``reward.function`` names one of the built-ins of ``reward_functions`` or your own ``module:function``; ``reward.terms`` several,
+whose weighted sum counts. Without either, a reasoning_gym source is scored by the task's own scorer, and other sources need a
+function. What takes microseconds runs here; everything else in the processes of ``reward_pool``, each call with
+``reward.timeout_s``. A function that raises, hangs, crashes, or returns no finite number marks its sample; ``reward.on_error``
+says what becomes of it.
 """
 
 from __future__ import annotations
 
-import difflib
-import functools
-import math
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
-from everstep.cluster.batch import TrainingBatch
-from everstep.config.schema import RewardConfig
-from everstep.data.functions import check_arguments, load_function
-from everstep.data.source import REASONING_GYM
-from everstep.errors import BadInput, WorkerFailed
+import torch
+from torch import Tensor
 
-Reward = Callable[[str, str, dict[str, Any]], float]
+from everstep.cluster.batch import TrainingBatch
+from everstep.config.schema import Config
+from everstep.errors import WorkerFailed
+from everstep.rl.reward_functions import checked, terms
+from everstep.rl.reward_pool import RewardPool
+from everstep.rl.reward_worker import Answer, Task
+from everstep.rl.shaping import overlong_penalty
+from everstep.telemetry.events import EventLog
 
 
 class RewardFailed(WorkerFailed):
-    """The reward function raised, or returned something that is not a finite number. ``sample_id`` says for which sample."""
+    """A reward function failed where that stops the run. ``sample_id`` says for which sample."""
 
     def __init__(self, sample_id: str, problem: str):
         self.sample_id, self.problem = sample_id, problem
@@ -35,153 +38,114 @@ class RewardFailed(WorkerFailed):
         return (type(self), (self.sample_id, self.problem))
 
 
-# ------------------------------------------------------------------------------------------------ built-ins
+@dataclass(frozen=True)
+class Scores:
+    """Rewards of B completions.
 
-_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
-
-
-def extract_answer(completion: str, how: str = "auto") -> str:
-    """The part of a completion that is its answer; "" if there is none.
-
-    tag          inside the last <answer>...</answer>
-    boxed        inside the last \\boxed{...}
-    last_number  the last number
-    last_line    the last line that is not empty
-    all          all of it, without surrounding white space
-    auto         tag if there is one, else boxed if there is one, else all
+    ``values`` (B,) float32, 0 where there is none; ``failed``: row -> reason; ``terms``: the mean of each term, before its
+    weight, over the completions for which it has a value (none: it is left out).
     """
-    if how == "tag":
-        found = re.findall(r"<answer>(.*?)</answer>", completion, re.DOTALL)
-        return found[-1].strip() if found else ""
-    if how == "boxed":
-        return _boxed(completion)
-    if how == "last_number":
-        found = _NUMBER.findall(completion)
-        return found[-1].rstrip(",") if found else ""
-    if how == "last_line":
-        lines = [line.strip() for line in completion.splitlines() if line.strip()]
-        return lines[-1] if lines else ""
-    if how == "all":
-        return completion.strip()
-    if how == "auto":
-        return extract_answer(completion, "tag") or extract_answer(completion, "boxed") or completion.strip()
-    raise BadInput(f"reward.args: extract={how!r} is unknown; choose tag, boxed, last_number, last_line, all or auto")
+
+    values: Tensor
+    failed: dict[int, str] = field(default_factory=dict)
+    terms: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The means of the terms, if there are several."""
+        return {f"reward_terms/{name}": mean for name, mean in self.terms.items()} if len(self.terms) > 1 else {}
+
+    def tensors(self, drop: bool) -> dict[str, Tensor]:
+        """As columns of the samples: ``scores`` (B,); with ``drop`` also ``dropped`` (B,), 1 for those that failed."""
+        if not drop:
+            return {"scores": self.values}
+        dropped = torch.zeros_like(self.values)
+        dropped[list(self.failed)] = 1.0
+        return {"scores": self.values, "dropped": dropped}
 
 
-def exact_match(prompt: str, completion: str, record: dict[str, Any], extract: str = "auto", ignore_case: bool = False) -> float:
-    """1 if the extracted answer is the record's ``answer``, else 0."""
-    got, want = extract_answer(completion, extract), str(record["answer"]).strip()
-    return float(got.casefold() == want.casefold() if ignore_case else got == want)
+def without_dropped(samples: TrainingBatch) -> TrainingBatch:
+    """The same samples; of those that are ``dropped`` (B,) no token counts: they weigh nothing, in their group neither."""
+    if "dropped" not in samples:
+        return samples
+    return samples.with_tensors(loss_mask=samples["loss_mask"] * (1.0 - samples["dropped"]).unsqueeze(1))
 
 
-def number_match(
-    prompt: str, completion: str, record: dict[str, Any], extract: str = "last_number", tolerance: float = 1e-6
-) -> float:
-    """1 if the extracted answer is the number that the record's ``answer`` is (relative ``tolerance``), else 0."""
-    got, want = _number(extract_answer(completion, extract)), _number(str(record["answer"]))
-    if want is None:
-        raise ValueError(f"the record's answer {record['answer']!r} is not a number")
-    return float(got is not None and math.isclose(got, want, rel_tol=tolerance, abs_tol=tolerance))
+class Scorer:
+    """The reward of a run. Close it (``with``): it may hold processes, which are started when they are first needed.
 
-
-def position_match(prompt: str, completion: str, record: dict[str, Any], extract: str = "all") -> float:
-    """Share of character positions at which the answer is right; a completion that is too long or too short loses as well."""
-    got, want = extract_answer(completion, extract), str(record["answer"]).strip()
-    right = sum(a == b for a, b in zip(got, want, strict=False))
-    return right / max(len(got), len(want), 1)
-
-
-BUILT_IN: dict[str, Callable[..., float]] = {
-    "exact_match": exact_match,
-    "number_match": number_match,
-    "position_match": position_match,
-}
-
-
-def reasoning_gym_reward(task: str, task_args: dict[str, Any], extract: str = "auto") -> Reward:
-    """The scorer that the reasoning_gym task brings along, applied to the extracted answer."""
-    import reasoning_gym
-
-    ours = {"instruction", "as_text", "size"}
-    # Some scorers look at the configuration of their task, so it is made with the same arguments.
-    dataset = reasoning_gym.create_dataset(task, size=1, **{k: v for k, v in task_args.items() if k not in ours})
-
-    def score(prompt: str, completion: str, record: dict[str, Any]) -> float:
-        return float(dataset.score_answer(extract_answer(completion, extract), record))
-
-    return score
-
-
-# ------------------------------------------------------------------------------------------------ choosing and applying
-
-
-def resolve(reward: RewardConfig, source: str, source_args: dict[str, Any] | None = None) -> Reward:
-    """The reward function of a run: ``reward`` is section ``reward`` of the configuration, ``source`` is data.source.
-
-    BadInput if the function cannot be imported, is not known, or does not take (prompt, completion, record) and
-    ``reward.args``.
+    ``events``, ``note``: where failures are recorded, and said. BadInput if ``config.reward`` names what does not exist or cannot
+    be called.
     """
-    if reward.function is None:
-        if not source.startswith(REASONING_GYM):
-            raise BadInput(
-                f"data.source={source} has no scorer of its own: set reward.function to module:function or one of "
-                f"{', '.join(BUILT_IN)}"
-            )
-        allowed = {"extract"}
-        if unknown := sorted(reward.args.keys() - allowed):
-            raise BadInput(f"reward.args: the scorer of {source} takes only 'extract', not {unknown}")
-        extract_answer("", reward.args.get("extract", "auto"))  # refuses an unknown way now
-        return reasoning_gym_reward(source.removeprefix(REASONING_GYM), source_args or {}, **reward.args)
-    if ":" in reward.function:
-        function = load_function(reward.function, "reward.function")
-    elif reward.function in BUILT_IN:
-        function = BUILT_IN[reward.function]
-    else:
-        close = difflib.get_close_matches(reward.function, BUILT_IN, n=1)
-        hint = f"; did you mean {close[0]}?" if close else f"; choose one of {', '.join(BUILT_IN)} or module:function"
-        raise BadInput(f"reward.function={reward.function} is not a built-in reward{hint}")
-    check_arguments(function, 3, reward.args, reward.function, "reward.function", "reward.args")
-    if function in BUILT_IN.values() and "extract" in reward.args:
-        extract_answer("", reward.args["extract"])
-    return functools.partial(function, **reward.args) if reward.args else function
 
+    def __init__(self, config: Config, events: EventLog | None = None, note: Callable[[str], None] = lambda text: None):
+        self._reward, self._events, self._note = config.reward, events, note
+        self._longest = config.rollout.max_response_tokens
+        self._terms = terms(config.reward, config.data.source, config.data.source_args)
+        self._pool = None
+        if not all(term.quick for term in self._terms):
+            self._pool = RewardPool(config.reward, config.data.source, config.data.source_args, self._terms)
 
-def score(reward: Reward, batch: TrainingBatch) -> list[float]:
-    """One reward per sample, from the columns ``prompt``, ``completion`` and ``record``.
+    def __enter__(self) -> Scorer:
+        return self
 
-    RewardFailed, with the sample's id, if the function raises or returns anything but a finite number.
-    """
-    columns = (batch.column(name) for name in ("prompt", "completion", "record"))
-    rewards = []
-    for sample_id, prompt, completion, record in zip(batch.sample_ids, *columns, strict=True):
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._pool:
+            self._pool.close()
+
+    def __call__(self, batch: TrainingBatch) -> Scores:
+        """Scores from the columns ``prompt``, ``completion`` and ``record``, and, for the length, ``loss_mask``.
+
+        RewardFailed with reward.on_error=stop if one failed, and in any case if all did: then it is not the completions.
+        """
+        answers = self._answers(batch)
+        failed: dict[int, str] = {}
+        values = [0.0] * len(batch)
+        sums = {term.name: [0.0, 0] for term in self._terms}
+        for i, answer in enumerate(answers):
+            row, term = divmod(i, len(self._terms))
+            if answer.value is None:
+                failed.setdefault(row, answer.problem)
+            else:
+                values[row] += self._terms[term].weight * answer.value
+                sums[self._terms[term].name][0] += answer.value
+                sums[self._terms[term].name][1] += 1
+        if failed:
+            self._record(batch, failed)
+        if failed and (self._reward.on_error == "stop" or len(failed) == len(batch)):
+            row, problem = next(iter(failed.items()))
+            many = f"; all {len(batch)} samples failed" if len(failed) == len(batch) > 1 else ""
+            raise RewardFailed(batch.sample_ids[row], f"{problem} (completion {batch.column('completion')[row][:200]!r}){many}")
+        scores = torch.tensor(values, dtype=torch.float32)
+        if self._reward.overlong_cache_tokens:
+            lengths = batch["loss_mask"].sum(dim=1).tolist()
+            cache, factor = self._reward.overlong_cache_tokens, self._reward.overlong_factor
+            scores += torch.tensor([overlong_penalty(int(n), self._longest, cache, factor) for n in lengths])
+        scores[list(failed)] = 0.0
+        return Scores(scores, failed, {name: total / count for name, (total, count) in sums.items() if count})
+
+    def _record(self, batch: TrainingBatch, failed: dict[int, str]) -> None:
+        ids, reasons, action = [batch.sample_ids[row] for row in failed], list(failed.values()), self._reward.on_error
+        if self._events:
+            self._events.emit("reward_failed", samples=ids, reasons=reasons, action=action)
+        self._note(f"reward of {len(ids)} of {len(batch)} samples failed (reward.on_error={action}), the first: {ids[0]}: {reasons[0]}")
+
+    def _answers(self, batch: TrainingBatch) -> Sequence[Answer]:
+        """One for each term of each sample, those of a sample side by side."""
+        columns = [batch.column(name) for name in ("prompt", "completion", "record")]
+        tasks = [
+            Task(row * len(self._terms) + term, term, *values)
+            for row, values in enumerate(zip(*columns, strict=True))
+            for term in range(len(self._terms))
+        ]
+        return self._pool.score(tasks) if self._pool else [self._now(task) for task in tasks]
+
+    def _now(self, task: Task) -> Answer:
+        term = self._terms[task.term]
         try:
-            value = reward(prompt, completion, record)
-        except Exception as error:  # a fault boundary: user code
-            raise RewardFailed(sample_id, f"{type(error).__name__}: {error} (completion {completion[:200]!r})") from error
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            raise RewardFailed(sample_id, f"the function returned {value!r}; it must return a number") from None
-        if not math.isfinite(number):
-            raise RewardFailed(sample_id, f"the function returned {number}; it must be finite (completion {completion[:200]!r})")
-        rewards.append(number)
-    return rewards
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text.replace(",", "").strip())
-    except ValueError:
-        return None
-
-
-def _boxed(text: str) -> str:
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return ""
-    depth, begin = 1, start + len("\\boxed{")
-    for i in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[i], 0)
-        if depth == 0:
-            return text[begin:i].strip()
-    return ""  # never closed
+            return Answer(task.number, checked(term.function(task.prompt, task.completion, task.record)))
+        except Exception as error:  # a fault boundary: records are the user's
+            return Answer(task.number, None, f"{term.name}: {type(error).__name__}: {error}")

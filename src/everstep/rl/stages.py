@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.dispatch import mesh_of
 from everstep.config import derive
 from everstep.engine.loss import LossSpec
-from everstep.rl import credit
+from everstep.rl import credit, dynamic
 from everstep.rl.execute import Context
-from everstep.rl.rewards import score
+from everstep.rl.rewards import without_dropped
 from everstep.rl.rollout import Sampling
 
 
@@ -28,9 +27,24 @@ def rollout(context: Context, prompts: TrainingBatch) -> TrainingBatch:
     return samples
 
 
-def reward(context: Context, samples: TrainingBatch) -> dict[str, Tensor]:
-    """``scores`` (B,)."""
-    return {"scores": torch.tensor(score(context.reward, samples), dtype=torch.float32)}
+def reward(context: Context, samples: TrainingBatch) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """``scores`` (B,), and with reward.on_error=drop ``dropped`` (B,); the means of several terms as metrics."""
+    found = context.reward(samples)
+    return found.tensors(context.config.reward.on_error == "drop"), found.metrics
+
+
+def scored_rollout(context: Context, prompts: TrainingBatch) -> tuple[TrainingBatch, dict[str, float]]:
+    """Completions with ``scores`` and perhaps ``dropped`` (B,): groups without a difference are replaced (rl.dynamic_sampling_rounds)."""
+
+    def scored(prompts: TrainingBatch) -> TrainingBatch:
+        made = rollout(context, prompts)
+        found = context.group.once(context.reward, made)
+        return made.with_tensors(**found.tensors(context.config.reward.on_error == "drop"))
+
+    rounds = context.config.rl.dynamic_sampling_rounds
+    collected = dynamic.collect(scored(prompts), rounds, lambda count: scored(context.prompts(count)))
+    context.dropped(collected.dropped)
+    return collected.samples, collected.metrics
 
 
 def old_logprob(context: Context, samples: TrainingBatch) -> dict[str, Tensor]:
@@ -52,7 +66,7 @@ def values(context: Context, samples: TrainingBatch) -> dict[str, Tensor]:
 
 def advantages(context: Context, samples: TrainingBatch) -> tuple[dict[str, Tensor], dict[str, float]]:
     """``advantages`` (B, T), as section ``rl`` says; with a critic also ``returns``; ``importance_weights`` if they are asked for."""
-    credited, metrics = credit.assign(samples, samples["scores"], context.config.rl, context.kl_coef)
+    credited, metrics = credit.assign(without_dropped(samples), samples["scores"], context.config.rl, context.kl_coef)
     return {name: tensor for name, tensor in credited.tensors.items() if name not in samples}, metrics
 
 

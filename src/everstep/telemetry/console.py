@@ -33,6 +33,9 @@ Mode = Literal["auto", "rich", "plain", "none"]
 STEP_LINE = (
     ("train/loss", "loss", ".4f"),
     ("val/loss", "held-out loss", ".4f"),
+    ("dpo/loss", "loss", ".4f"),
+    ("dpo/reward_margin", "margin", ".4f"),
+    ("val/accuracy", "held-out accuracy", ".3f"),
     ("critic/score/mean", "reward", ".3f"),
     ("val-core/acc/mean@1", "held-out accuracy", ".3f"),
     ("actor/pg_loss", "pg loss", ".4f"),

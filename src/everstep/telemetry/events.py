@@ -119,6 +119,12 @@ EVENTS: dict[str, EventKind] = {
         "replica rank inner of slots seconds",
         step=True,
     ),
+    "sent_ahead": _kind(
+        "rank",
+        "Streaming DiLoCo: what a fragment moved is under way, before inner step `inner` (from 0) of the round.",
+        "replica rank inner",
+        step=True,
+    ),
     "link_used": _kind(
         "rank",
         "The rank takes a link for this view; `built`: it was ready, as a standby or a joiner's (else it was formed now).",
@@ -147,6 +153,8 @@ EVENTS: dict[str, EventKind] = {
     "apply": _kind("rank", "The optimizer applied the committed total.", "replica rank", step=True, epoch=True),
     "skip": _kind("rank", "The rank passed over a commit of kind skip.", "replica rank", step=True, epoch=True),
     "drop": _kind("lead", "Samples that will never be used, and why.", "samples reason"),
+    "reward_failed": _kind("both", "Reward functions failed for these samples; `action`: reward.on_error.", "samples reasons action"),
+    "tracker_failed": _kind("lead", "A tracker (TensorBoard, wandb, MLflow) failed and is left out from now on.", "tracker reason"),
     "verify": _kind("lead", "The state hashes of all ranks were compared.", "equal hashes", step=True),
     # rollout engines
     "rollout_start": _kind("lead", "A rollout engine was started in the place of a dead one; it has no weights yet.", "engine instead_of"),

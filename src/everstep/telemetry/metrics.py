@@ -1,4 +1,4 @@
-"""Metrics of a run: names with meanings, written to ``RUN/metrics.jsonl`` and TensorBoard.
+"""Metrics of a run: names with meanings, written to ``RUN/metrics.jsonl`` and the trackers (TensorBoard, ...).
 
 Names are verl's where the meaning is the same, so that its dashboards and habits carry over; ``ft/*`` is what this
 project adds. A name under one of our own prefixes must be in the table (a typo would otherwise start a new curve);
@@ -11,12 +11,12 @@ import difflib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from everstep.telemetry.events import to_json, torn_bytes
+from everstep.telemetry.trackers import SampleRow, Tracker, write_samples
 
 _SPREAD = {"mean": "Mean", "max": "Largest", "min": "Smallest"}
 
@@ -50,10 +50,19 @@ METRICS: dict[str, str] = {
     "moe/aux_loss": "Auxiliary loss of experts (mean over layers, without its coefficient; k if all get as many tokens).",
     "moe/max_load": "Tokens of a layer's busiest expert over those of an average one, mean over layers; 1: balanced.",
     "moe/idle_experts": "Share of all experts that got no token in the step.",
+    "train/num_gen_batches": "Generations of the iteration: 1, and those of dynamic sampling.",
+    "train/dropped_groups": "Share of the iteration's prompts that dynamic sampling left out.",
     "train/loss": "Mean next-token loss of SFT over the target tokens, nats.",
     "train/grad_norm": "Norm of the whole gradient before clipping (SFT).",
     "train/lr": "Learning rate of the update (SFT).",
     "val/loss": "Mean next-token loss on held-out data, nats (SFT).",
+    "dpo/loss": "Loss of preference pairs (DPO), mean over pairs.",
+    "dpo/reward_chosen": "Implicit reward of the preferred completions: dpo.beta times their log-ratio to the reference model.",
+    "dpo/reward_rejected": "The same of the rejected ones.",
+    "dpo/reward_margin": "The one less the other, mean over pairs.",
+    "dpo/accuracy": "Share of pairs with a margin above 0.",
+    "val/reward_margin": "dpo/reward_margin on held-out pairs.",
+    "val/accuracy": "Share of held-out pairs with a margin above 0 (DPO).",
     "val-core/acc/mean@1": "Share of held-out prompts whose first completion is right (reward of at least 1).",
     "val-core/reward/mean@1": "Mean reward of the first completion on held-out prompts.",
     **_spread("critic/score", "sum of a sample's raw rewards"),
@@ -128,24 +137,20 @@ class Metrics:
     """Writes the metrics of one run. Used by the lead process only.
 
     Args:
-        run_dir: the run's folder; lines go to ``metrics.jsonl``, curves to ``tensorboard/``.
-        tensorboard: also write TensorBoard events.
-        from_step: last step that counts when a run resumes; curves after it (of a later attempt that was rolled
-            back) are hidden by TensorBoard, and ``read_metrics`` takes the newest line of each step.
+        run_dir: the run's folder; lines go to ``metrics.jsonl``, tables of samples to ``samples/``.
+        trackers: where else they go (``trackers.open_trackers``); closed with this.
+
+    When a run resumes and logs a step again, ``read_metrics`` takes the newest line of it.
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str], tensorboard: bool = True, from_step: int = 0):
-        root = Path(run_dir)
-        root.mkdir(parents=True, exist_ok=True)
-        self.path = root / "metrics.jsonl"
+    def __init__(self, run_dir: str | os.PathLike[str], trackers: Sequence[Tracker] = ()):
+        self._root = Path(run_dir)
+        self._root.mkdir(parents=True, exist_ok=True)
+        self.path = self._root / "metrics.jsonl"
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         if torn := torn_bytes(self._fd):  # a killed lead left half a line
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - torn)
-        self._writer: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # seconds to import; only the lead pays
-
-            self._writer = SummaryWriter(str(root / "tensorboard"), purge_step=from_step + 1 if from_step else None)
+        self._trackers = list(trackers)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """One line and one point per curve. Values are numbers (0-d tensors and arrays too). Readable at once."""
@@ -157,18 +162,22 @@ class Metrics:
         done = os.write(self._fd, line)
         if done < len(line):
             raise OSError(f"{self.path} took {done} of {len(line)} bytes: is the disk full?")
-        if self._writer is not None:
-            for name, number in row.items():
-                self._writer.add_scalar(name, number, step)
-            self._writer.flush()
+        for tracker in self._trackers:
+            tracker.log(step, row)
+
+    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """A table of samples: ``samples/step-000120.parquet``, and in every tracker."""
+        path = self._root / "samples" / f"step-{step:06}.parquet"
+        write_samples(rows, path)
+        for tracker in self._trackers:
+            tracker.samples(step, rows, path)
 
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        while self._trackers:
+            self._trackers.pop().close()
 
     def __enter__(self) -> Metrics:
         return self

@@ -19,13 +19,14 @@ from everstep.recovery import commitlog
 from everstep.recovery.board import Board, Journal, Result, Who, Work
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.coordinator import Coordinator, State
-from everstep.recovery.view import Epoch, Kind, Member, View, Vote
+from everstep.recovery.view import Epoch, Heal, Kind, Member, View, Vote
 
 A, B, C = (Member(r, 0, (f"w{r}",)) for r in range(3))
 
 
 def view(*members: Member, healing: tuple[int, ...] = (), committed: int = 0) -> View:
-    return View(Epoch(1, 1), members, frozenset(healing), committed, "x")
+    source = next((m.replica for m in members if m.replica not in healing), 0)
+    return View(Epoch(1, 1), members, tuple(Heal(r, r, source, committed) for r in healing), committed, "x")
 
 
 # ---------------------------------------- the board

@@ -247,6 +247,7 @@ def test_a_synchronisation_that_fails_is_made_again_and_no_inner_step_is_lost(ho
     assert final(run) == final(calm)
 
 
+@pytest.mark.full
 def test_a_round_that_is_not_finite_is_made_again_and_leaves_nothing_behind(tmp_path):
     """The islands go back to the last commit, optimizer state included, and make the same steps: the same bits as without the fault."""
     calm = trained(tmp_path / "calm", *STREAMING)
@@ -294,9 +295,8 @@ def lost_by_one_replica() -> None:
     semisync.Ahead._run = losing  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("prepare", [
-    lost_by_one_replica, *(pytest.param(p, marks=pytest.mark.full) for p in (at_the_end_only, one_replica_at_the_end_only)),
-])
+@pytest.mark.full
+@pytest.mark.parametrize("prepare", [lost_by_one_replica, at_the_end_only, one_replica_at_the_end_only])
 def test_what_is_sent_ahead_is_what_would_be_sent_at_the_end(prepare, tmp_path):
     ahead = trained(tmp_path / "ahead", *STREAMING)
     assert_sound(ahead)
@@ -368,6 +368,7 @@ def test_every_part_of_the_model_is_synchronised(shape, tmp_path, monkeypatch):
 # -- bytes -------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_round_sends_what_one_synchronous_step_sends_and_quantised_a_quarter(tmp_path):
     """Bytes over the link for an inner step, from the metrics of runs of the same model."""
     per_step = {}

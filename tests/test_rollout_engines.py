@@ -11,10 +11,15 @@ from tests.test_faults import assert_invariants
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from everstep.cluster.forked import ForkedHost
+from everstep.config.check import check_plan
+from everstep.config.load import load_config
+from everstep.errors import ConfigError
+from everstep.plan import make_plan, size_rows
 from everstep.rl.rollout import Sampling
 from everstep.rl.rollout.decoding import Pending
 from everstep.rl.rollout.transformers import TransformersRollout
 from everstep.telemetry.history import check
+from everstep.telemetry.metrics import read_metrics
 
 SHORT = ["faults=[]", "warmup.steps=4", "rl.iterations=4", "rl.eval_every=2", "recovery.exact=true", "train.micro_batch_size=64",
          "warmup.samples_per_step=128", "rl.prompts_per_step=16", "layout.replicas=2", "layout.spares=1", "rollout.tokens_per_call=1",
@@ -27,9 +32,9 @@ def undisturbed(tmp_path_factory) -> Finished:
     return finish(config(DEMO, tmp_path_factory.mktemp("ranks"), *SHORT), clean=True, host=ForkedHost)
 
 
-def engines(folder: Path, *more: str) -> Finished:
+def engines(folder: Path, *more: str, steps: int = 8) -> Finished:
     done = finish(config(DEMO, folder, *SHORT, *ENGINES, *more), clean=True, host=ForkedHost)
-    assert_invariants(done, 8)
+    assert_invariants(done, steps)
     assert gone(done.pids)
     return done
 
@@ -180,3 +185,75 @@ def test_the_samples_of_one_prompt_are_prefilled_once(rollout, monkeypatch) -> N
     decoder.add([Pending(f"p{i}#{k}", [2, 3, 4 + i]) for i in range(2) for k in range(8)], Sampling(max_response_tokens=2, samples_per_batch=16))
     decoder.advance(1)
     assert rows[0] == 2
+
+
+# -- generation ahead of training -------------------------------------------------------------------------------------------
+
+AHEAD = ["rollout.max_staleness=1", "rl.importance.level=token", "rl.eval_every=0", "rl.iterations=5"]
+
+
+def versions(done: Finished) -> list[float]:
+    """How many optimizer steps the weights behind each iteration's samples were behind, on average."""
+    return [row["rollout/staleness"] for row in read_metrics(done.folder / "metrics.jsonl") if "rollout/staleness" in row]
+
+
+def test_samples_of_the_next_iteration_are_made_while_this_one_trains_and_a_dead_rank_changes_nothing(tmp_path) -> None:
+    """One-step-off: every iteration but the first trains on samples of the weights before the last update, whoever dies."""
+    fault = "faults=[{step: 6, phase: reduce, kind: kill, replica: 1, hold: true}]"
+    done, disturbed = (engines(tmp_path / name, *AHEAD, *more, steps=9) for name, more in (("a", []), ("b", [fault])))
+    assert versions(done) == versions(disturbed) == [0.0, 1.0, 1.0, 1.0, 1.0]
+    assert disturbed.kind("fault") and done.final_hashes == disturbed.final_hashes
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_engines_that_die_while_they_generate_ahead_lose_nothing(tmp_path, staleness) -> None:
+    faults = ["{step: 6, phase: generate, kind: kill, rank: 0}", "{step: 7, phase: sync, kind: kill, rank: 1}",
+              "{step: 7, phase: apply, kind: kill, replica: 0}"]
+    more = ["rl.iterations=8", f"rollout.max_staleness={staleness}", f"faults=[{', '.join(faults)}]"]
+    done = engines(tmp_path, *AHEAD[1:3], *more, steps=12)
+    assert len(done.kind("fault")) == 3 and not done.kind("drop")
+    assert all(0 <= behind <= staleness for behind in versions(done))
+
+
+@pytest.mark.full
+def test_a_run_that_generates_ahead_resumes_with_the_samples_that_were_not_trained(tmp_path) -> None:
+    """What engines had made ahead is made again: nothing is lost, nothing is trained twice, and no short completion is preferred."""
+    whole = ["rl.iterations=6", "checkpoint.every_steps=1", "checkpoint.at_end=true"]
+    finish(config(DEMO, tmp_path, *SHORT, *ENGINES, *AHEAD[:3], *whole[1:], "rl.iterations=3", "optimizer.schedule=constant"), clean=True, host=ForkedHost)
+    done = finish(config(DEMO, tmp_path, *SHORT, *ENGINES, *AHEAD[:3], *whole, "resume=auto", "optimizer.schedule=constant"), host=ForkedHost)
+    assert_invariants(done, 10)
+    used = [sample.rsplit("/", 2)[1:] for commit in done.kind("commit") if commit.step > 4 for sample in commit["samples"]]
+    assert len(used) == len({tuple(u) for u in used}) == 6 * 16 * 16
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (["rollout.max_staleness=1"], "without rollout.engines nobody generates while ranks train"),
+        (["rollout.engines=1", "rollout.max_staleness=1"], "rl.importance corrects for"),
+        (["rollout.engines=1", "rollout.max_staleness=1", "rl.dynamic_sampling_rounds=2"], "knows how many this one takes"),
+        (["rollout.engines=1", "launcher=local", "layout.replicas=1", "layout.spares=0"], "has no place for rollout.engines=1"),
+        (["rollout.engines=1", "rollout.sync_timeout_s=1e6"], "must be less than recovery.step_timeout_s"),
+        (["rollout.engines=1", "faults=[{step: 70, phase: generate, rank: 1}]"], r"faults\.0\.rank=1 does not exist; rollout.engines=1"),
+        (["faults=[{step: 70, phase: send}]"], "without rollout.engines nobody serves weights"),
+        (["rollout.engines=1", "faults=[{step: 70, phase: rollout}]"], "ranks do not generate with rollout.engines"),
+    ],
+)
+def test_what_engines_cannot_do_is_refused(tmp_path, more, why) -> None:
+    with pytest.raises(ConfigError, match=why):
+        check_plan(config(DEMO, tmp_path, "faults=[]", *more), {})
+
+
+@pytest.mark.full
+def test_engines_as_ray_actors(tmp_path, undisturbed) -> None:
+    faults = ["{step: 5, phase: generate, kind: kill, rank: 0}", "{step: 7, phase: generate, kind: stop, rank: 1}"]
+    done = finish(config(DEMO, tmp_path, *SHORT, *ENGINES, "recovery.silence_s=5", f"faults=[{', '.join(faults)}]"), clean=True)
+    assert_invariants(done, 8)
+    assert done.final_hashes == undisturbed.final_hashes and len(done.kind("rollout_start")) == 2
+
+
+def test_plan_counts_engines(tmp_path) -> None:
+    planned = load_config(DEMO, [f"run_dir={tmp_path}", "device=cpu", "rollout.engines=2", "rollout.max_staleness=1", "rl.importance.level=token"])
+    rows = dict(size_rows(make_plan(planned, {})))
+    assert "2 rollout engines: 5 processes" in rows["ranks"] and "up to 1 iteration ahead" in rows["generation"]

@@ -381,6 +381,7 @@ def print_plan(plan: Plan, loaded: Loaded, console: Console) -> None:
 def size_rows(plan: Plan) -> list[tuple[str, str]]:
     """(name, value) of the derived sizes."""
     sizes, layout, shape = plan.sizes, plan.sizes.layout, plan.shape
+    engines = plan.config.rollout.engines
     rows = [
         ("model", f"{shape.architecture}, {shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers"),
         *_expert_rows(plan),
@@ -388,10 +389,14 @@ def size_rows(plan: Plan) -> list[tuple[str, str]]:
         ("launcher, device", f"{plan.launcher}, {plan.device}"),
         (
             "ranks",
-            f"{layout.replicas} x {layout.ranks_per_replica}, {_count(layout.spares, 'spare')}: "
-            + _count(layout.devices, "process"),
+            f"{layout.replicas} x {layout.ranks_per_replica}, {_count(layout.spares, 'spare')}"
+            + (f", {_count(engines, 'rollout engine')}" if engines else "") + ": " + _count(layout.devices + engines, "process"),
         ),
     ]
+    if engines:
+        ahead = plan.config.rollout.max_staleness
+        when = f"up to {_count(ahead, 'iteration')} ahead, while ranks train" if ahead else "while ranks wait"
+        rows.append(("generation", f"{_count(engines, 'rollout engine')}, {when}; weights after every update"))
     if sizes.rl:
         rl = plan.config.rl
         made = f"{rl.prompts_per_step} prompts x {rl.samples_per_prompt} = {sizes.rl.samples_per_iteration} samples"

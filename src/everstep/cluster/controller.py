@@ -249,18 +249,29 @@ class Controller(InOnePlace):
             )
             return completed
         start = time.monotonic()
-        self._prepare_faults(self.committed_step + 1)
-        pool.want(self.committed_step)
-        pool.submit(prompts, sampling, self.committed_step)
+        if not pool.has(prompts.sample_ids):
+            self.rollout_ahead(prompts, sampling)
         while not pool.wait(prompts.sample_ids, _POLL_S):
             self._check_alive()
             if pool.stale:
-                pool.refit(self.committed_step, self._send_weights)
+                self._refit(pool)
         complete, dropped = pool.collect(prompts.sample_ids)
         if dropped:
             self._events.emit("drop", step=self.committed_step, samples=sorted(dropped), reason="; ".join(sorted(set(dropped.values()))))
         self._events.emit("call", method="rollout", dispatch="engines", sent_bytes=prompts.nbytes, seconds=time.monotonic() - start)
         return assemble(prompts.select([i for i, s in enumerate(prompts.sample_ids) if s in complete]), complete)
+
+    def rollout_ahead(self, prompts: TrainingBatch, sampling: Sampling) -> None:
+        if self._pool is None:
+            return
+        self._prepare_faults(self.committed_step + 1)
+        self._refit(self._pool)
+        self._pool.submit(prompts, sampling, self.committed_step)
+
+    def _refit(self, pool: RolloutPool) -> None:
+        """Bring the committed weights to engines that lack them. One that misses them now gets them when somebody waits for samples."""
+        pool.want(self.committed_step)
+        pool.refit(self.committed_step, self._send_weights)
 
     def _send_weights(self, streams: Mapping[str, str], kind: WeightsKind) -> bool:
         """Let a contributing replica serve rollout engines; False if it broke."""

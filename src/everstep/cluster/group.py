@@ -86,6 +86,11 @@ class Group(Protocol):
         their drop is recorded.
         """
 
+    def rollout_ahead(self, prompts: TrainingBatch, sampling: Sampling) -> None:
+        """Let rollout engines begin with these, by the weights that are committed now; :meth:`rollout` of the same prompts takes
+        what they made. What is unfinished when newer weights come goes on under them, each token saying which made it. Without
+        engines nothing happens."""
+
     def train_step(
         self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, role: Role = "actor",
         about: Mapping[str, Any] | None = None,

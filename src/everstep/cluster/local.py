@@ -266,6 +266,9 @@ class LocalGroup:
         )
         return completed
 
+    def rollout_ahead(self, prompts: TrainingBatch, sampling: Sampling) -> None:
+        """There are no rollout engines: the ranks generate when they are asked for the samples."""
+
     def enter_stage(self, name: str) -> None:
         if self._head and self._lead:
             self._head.request("stage", name=name, step=self._step + 1)

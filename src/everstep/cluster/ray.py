@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -57,15 +58,17 @@ class RayHost:
         self._group: Any = None
         self._watch: NodeWatches | None = None
         self._closed = False
+        self._adding, self._adds = threading.Condition(), 0  # processes that are being started beside the run
         self._own = not ray.is_initialized() and not config.ray.address  # Ray is started for this run, and ends with it
-        self._leave_ray = start_ray(config, layout.devices)
+        self._leave_ray = start_ray(config, layout.devices + config.rollout.engines)
         self.address = ray.util.get_node_ip_address() if config.ray.address else "127.0.0.1"
 
     def start(self, specs: Sequence[WorkerSpec]) -> None:
         config, layout = self._config, self._layout
         on_gpu = uses_gpus(config)
         nodes = devices_per_node(on_gpu)
-        plan = place(layout.ranks_per_replica, layout.replicas, layout.spares, nodes, layout.tp)
+        # A rollout engine is placed as a spare is: by itself, wherever there is a device.
+        plan = place(layout.ranks_per_replica, layout.replicas, layout.spares + config.rollout.engines, nodes, layout.tp)
         chosen = [*(node for replica in plan.replica_nodes for node in replica), *plan.spare_nodes]
         device = {"GPU": 1.0} if on_gpu else {}
         bundles = [{"CPU": 1.0, **device, f"node:{node_ip(node)}": 0.001} for node in chosen]
@@ -91,7 +94,19 @@ class RayHost:
         if there:
             bundle = self._bundles[spec.worker_id] = self._bundles[instead_of]
             where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
-        self._start_actor(spec, where)
+        with self._adding:
+            if self._closed:
+                raise NoRoom(f"worker {spec.worker_id} was not started: the host is closed")
+            self._adds += 1
+            self._start_actor(spec, where)
+        try:
+            self._await_added(spec, there, avoid)
+        finally:
+            with self._adding:
+                self._adds -= 1
+                self._adding.notify_all()
+
+    def _await_added(self, spec: WorkerSpec, there: bool, avoid: Collection[str]) -> None:
         try:
             self._await_start(spec, time.monotonic() + self._config.ray.start_timeout_s)
         except EverstepError as error:
@@ -104,6 +119,11 @@ class RayHost:
             self._end_process(spec.worker_id)
         elif self._watch:
             self._watch.add(spec.worker_id, self.infos[spec.worker_id])
+
+    def _await_adds(self) -> None:
+        """Their actors have been killed, so they end; one that asked Ray anything after we left it would start another Ray."""
+        with self._adding:
+            self._adding.wait_for(lambda: not self._adds, _CLOSE_S)
 
     def has_place(self, worker: str) -> bool:
         return self._node_lives(self.infos[worker].node_id)
@@ -173,9 +193,11 @@ class RayHost:
         self._ended.add(worker)
 
     def close(self) -> None:
-        self._closed = True
+        with self._adding:
+            self._closed = True
         with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails
             last_first.callback(self._leave_ray)
+            last_first.callback(self._await_adds)
             last_first.callback(self._end_processes)
             if self._group and not self._own:  # a Ray of our own ends with us
                 last_first.callback(_ask_ray, remove_placement_group, self._group)

@@ -92,6 +92,9 @@ class Refill:
                     if not self._closed.is_set():
                         self._starter.note("error", error=type(error).__name__, message=f"no process in the place of {dead}: {error}")
                     continue
+                except Exception as error:  # the end of a thread: the place would be lost without a word
+                    self._starter.note("error", error=type(error).__name__, message=f"no process in the place of {dead}: {error}")
+                    continue
                 place.since = time.monotonic()
                 with self._lock:
                     self._places[worker] = place

@@ -55,6 +55,7 @@ def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> deriv
     _check_launcher(config, sizes.layout, environ)
     _check_schedule(config, sizes)
     _check_recipe(config)
+    _check_engines(config)
     if config.checkpoint.keep_best and not config.data.eval_source:
         raise ConfigError("checkpoint.keep_best=true needs held-out data to find the best by: set data.eval_source, or checkpoint.keep_best=false")
     _check_faults(config, sizes, environ)
@@ -401,6 +402,34 @@ def _check_loss(config: Config) -> None:
     if rl.importance.lower is not None and rl.importance.lower >= rl.importance.upper:
         raise ConfigError(
             f"rl.importance.lower={rl.importance.lower} must be below rl.importance.upper={rl.importance.upper}, or null"
+        )
+
+
+def _check_engines(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.engines and not derive.is_rl(config):
+        raise ConfigError(f"rollout.engines={rollout.engines}: recipe={config.recipe} generates nothing; leave it out")
+    if rollout.engines and config.semisync.method != "none":
+        raise ConfigError(
+            f"rollout.engines={rollout.engines}: with semisync.method={config.semisync.method} each replica has weights of its own and generates "
+            "with them; leave one of the two out"
+        )
+    if rollout.engines and rollout.sync_timeout_s >= config.recovery.step_timeout_s:
+        raise ConfigError(
+            f"rollout.sync_timeout_s={rollout.sync_timeout_s:g} must be less than recovery.step_timeout_s={config.recovery.step_timeout_s:g}: "
+            "the ranks of the replica that serves the weights wait for each other so long"
+        )
+    if rollout.max_staleness and not rollout.engines:
+        raise ConfigError(f"rollout.max_staleness={rollout.max_staleness}: without rollout.engines nobody generates while ranks train; set both")
+    if rollout.max_staleness and config.rl.dynamic_sampling_rounds:
+        raise ConfigError(
+            f"rollout.max_staleness={rollout.max_staleness} draws the prompts of later iterations before rl.dynamic_sampling_rounds="
+            f"{config.rl.dynamic_sampling_rounds} knows how many this one takes; set one of the two to 0"
+        )
+    if rollout.max_staleness and config.rl.importance.level == "none":
+        raise ConfigError(
+            f"rollout.max_staleness={rollout.max_staleness} trains on samples of older weights, which rl.importance corrects for; set "
+            "rl.importance.level"
         )
 
 

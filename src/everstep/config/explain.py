@@ -98,6 +98,7 @@ UNITS = {
     "semisync.outer_lr": "none (step size)",
     "semisync.outer_momentum": RATIO,
     "rollout.engines": "processes",
+    "rollout.max_staleness": "iterations",
     "rollout.tokens_per_call": "tokens",
     "rollout.engine_restarts": "processes",
     "rollout.poison_after": "deaths",

@@ -174,6 +174,13 @@ class RolloutConfig(Section):
         description="Processes that only generate, each on a device of its own (launcher=ray). They get the weights after every update, "
         "and one that dies is replaced; nothing it had made is lost. 0: the ranks generate themselves, between updates.",
     )
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="Iterations whose samples rollout.engines generate ahead, while earlier ones are trained: their weights are older by so "
+        "many iterations at most. 1: one-step-off. From 2 on a completion may be by several versions, each token saying which. Needs rl.importance. "
+        "0: generation and training take turns.",
+    )
     tokens_per_call: int = Field(
         32, ge=1, description="Tokens that an engine makes for each of its sequences before it says what it has and takes new ones."
     )

@@ -9,6 +9,7 @@ around it, which recipe ppo has too. Everything that the stages make is complete
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -76,15 +77,17 @@ def iterate(run: Run, reward: Scorer) -> None:
         islands(run, prompts, reward, iteration, has_reference)
         return
 
+    ahead: deque[TrainingBatch] = deque()  # prompts of the iterations after this one, whose samples are being generated
     run.start(rl.iterations, "iteration", iteration)
     while iteration < rl.iterations:
         watch = Stopwatch()
         context = Context(config, iteration + 1, reward, kl_coef, functools.partial(next_prompts, run, prompts), run.dropped)
         if record is None:
-            made = execute(stages, context, group, context.prompts(rl.prompts_per_step), run.events)
-            samples, taken = without_dropped(made.samples), prompts.read - prompts.trained
+            drawn = prompts.read
+            made = execute(stages, context, group, ahead.popleft() if ahead else context.prompts(rl.prompts_per_step), run.events)
+            taken = prompts.read - drawn or rl.prompts_per_step  # those whose samples were generated ahead had been drawn before
             record = IterationRecord(
-                iteration + 1, began_at, sizes.updates_of(iteration + 1), taken, settings_digest(config), samples, made.metrics
+                iteration + 1, began_at, sizes.updates_of(iteration + 1), taken, settings_digest(config), without_dropped(made.samples), made.metrics
             )
             watch.seconds |= {timing(name): spent for name, spent in made.seconds.items()}
             watch.skip()
@@ -93,8 +96,12 @@ def iterate(run: Run, reward: Scorer) -> None:
         else:
             prompts.take(record.prompts_taken)
 
-        metrics = rollout_metrics(record.samples, config) | record.metrics
+        metrics = rollout_metrics(record.samples, config, began_at) | record.metrics
         watch.skip()
+        for _ in range(min(config.rollout.max_staleness, rl.iterations - iteration - 1) - len(ahead)):
+            ahead.append(context.prompts(rl.prompts_per_step))
+            group.rollout_ahead(ahead[-1], Sampling.for_training(config))
+        watch.lap("timing_s/rollout_ahead")
         for step in transactions(config, stages, record, done=group.committed_step - began_at):
             loss = named(step.update.loss)(context)
             result = group.train_step(step.batch, loss, step.lr, config.rollout.temperature, step.update.role, step.about)
@@ -103,9 +110,9 @@ def iterate(run: Run, reward: Scorer) -> None:
                 watch.lap(timing(step.update.name))
             else:
                 run.log(result.step, step_metrics(result, step.update.role))
+        prompts.mark_trained(record.prompts_taken)
         samples, record = record.samples, None
         iteration, began_at = iteration + 1, group.committed_step
-        prompts.mark_trained(prompts.read - prompts.trained)
         kl_coef = credit.next_kl_coef(samples, rl, kl_coef)  # moves with the iteration's last commit, and is saved with it
 
         metrics |= {"training/iteration": float(iteration), "training/pass": prompts.trained / prompts.size}
@@ -209,9 +216,12 @@ def evaluate(run: Run, reward: Scorer) -> float:
     return float((scores >= 1.0).float().mean())
 
 
-def rollout_metrics(samples: TrainingBatch, config: Config) -> dict[str, float]:
+def rollout_metrics(samples: TrainingBatch, config: Config, began_at: int) -> dict[str, float]:
+    """``began_at``: the committed step before the iteration's first update."""
     lengths = samples["loss_mask"].sum(dim=1)
+    assert samples.weight_versions is not None
     return {
+        "rollout/staleness": sum(began_at - version for version in samples.weight_versions) / max(len(samples), 1),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),

@@ -87,6 +87,8 @@ METRICS: dict[str, str] = {
     "timing_s/old_log_prob": "Seconds for the log-probabilities under the policy that generated.",
     "timing_s/ref": "Seconds for the log-probabilities under the reference model.",
     "timing_s/values": "Seconds for the critic's values.",
+    "timing_s/rollout_ahead": "Seconds in which rollout engines got weights and prompts of later iterations.",
+    "rollout/staleness": "Optimizer steps by which the oldest weights behind a sample are older than those that its iteration began with, mean.",
     "timing_s/record": "Seconds until the iteration record was on disk.",
     "timing_s/adv": "Seconds for the advantages.",
     "timing_s/update_actor": "Seconds of all optimizer steps of the iteration, from begin to the last commit.",

@@ -142,6 +142,11 @@ class RolloutPool:
             self._requests.submit(zip(groups, sequences, strict=True), sampling, min_version)
             self._changed.notify_all()
 
+    def has(self, samples: Sequence[str]) -> bool:
+        """Whether these were submitted (all of them, or none)."""
+        with self._changed:
+            return self._requests.knows(samples[0]) if samples else True
+
     def wait(self, samples: Sequence[str], timeout_s: float) -> bool:
         """Whether all are complete or dropped. Raises what ended the pool, and NotEnoughReplicas if no engine is left."""
         with self._changed:

@@ -87,7 +87,7 @@ class Requests:
         """(group, sequence) pairs, those of a group one after the other. InvariantViolated if a sequence is known already."""
         for group, sequence in sequences:
             sample = sequence.sample_id
-            if sample in self._open or sample in self.complete or sample in self.dropped:
+            if self.knows(sample):
                 raise InvariantViolated(f"sample {sample} was given to the rollout pool twice")
             waiting = Waiting(sequence, group, sampling, min_version)
             self._open[sample] = waiting
@@ -148,6 +148,9 @@ class Requests:
             self.complete.pop(sample, None)
             self.dropped.pop(sample, None)
         return {name: samples for name, samples in running.items() if samples}
+
+    def knows(self, sample: str) -> bool:
+        return sample in self._open or sample in self.complete or sample in self.dropped
 
     def missing(self, samples: Iterable[str]) -> set[str]:
         """Those of ``samples`` that are neither complete nor dropped."""

@@ -28,9 +28,10 @@ from everstep.telemetry import status as status_module
 from everstep.telemetry.dashboard import prometheus
 from everstep.telemetry.dashboard.server import Dashboard, page
 from everstep.telemetry.dashboard.story import POINTS, Reader, as_page, lanes, tell, thin
-from everstep.telemetry.events import EventLog, EventLogError, Tail, read_events
+from everstep.telemetry.events import EventLog, EventLogError, read_events
 from everstep.telemetry.goodput import Goodput
 from everstep.telemetry.status import RunStatus
+from everstep.telemetry.tail import Tail
 
 STEPS = 24
 
@@ -139,6 +140,22 @@ def test_a_replica_without_spare_waits_and_says_for_what(tmp_path: Path) -> None
     log.emit("death", step=3, epoch=(1, 1), replica=1, rank=0, worker="w1", cause="silent for 30 s")
     (lost,) = everstep.status(tmp_path).unavailable
     assert (lost.replica, lost.cause, lost.waits_for) == (1, "silent for 30 s", "a spare")
+
+
+def test_a_rank_of_a_replica_that_was_given_up_serves_in_another_one(tmp_path: Path) -> None:
+    """Of replica 1 a rank died, of replica 0 too; the one left of replica 1 takes the place in replica 0."""
+    log = lone_log(tmp_path)
+    ranks = {w: EventLog(tmp_path / "events" / f"{w}.jsonl", w) for w in ("w0", "w2", "w3")}
+    for worker, (replica, rank) in {"w0": (0, 0), "w2": (1, 0), "w3": (1, 1)}.items():
+        ranks[worker].emit("form", epoch=(1, 0), replica=replica, rank=rank, build=0)
+    log.emit("death", step=3, epoch=(1, 1), replica=1, rank=1, worker="w3", cause="killed")
+    log.emit("death", step=4, epoch=(1, 2), replica=0, rank=0, worker="w0", cause="killed")
+    log.emit("spare_used", replica=0, rank=0, spare="w2")
+    ranks["w2"].emit("form", epoch=(1, 2), replica=0, rank=0, build=1)
+    state = everstep.status(tmp_path)
+    assert {(r.replica, r.rank): (r.worker, r.state, r.phase) for r in state.ranks} == {
+        (0, 0): ("w2", "forms", "idle"), (1, 0): ("w2", "out", "vacant"), (1, 1): ("w3", "out", "dead")}
+    assert [lost.waits_for for lost in state.unavailable] == ["its link and its heal", "a spare"]
 
 
 @pytest.mark.parametrize("junk", ["", "{", "[]", '{"t_wall": 1}', "null"])

@@ -37,11 +37,11 @@ def test_what_counts_as_learned_and_as_alike(calm, kills, learned, alike):
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo", "grpo-lora"])
 def test_a_short_run_learns_under_a_kill(algorithm, tmp_path):
     out = tmp_path / "report.json"
-    arguments = ["--algorithms", algorithm, "--seeds", "1", "--iterations", "18", "--bar", "0.6", "--runs", str(tmp_path), "--out", str(out),
+    arguments = ["--algorithms", algorithm, "--seeds", "1", "--iterations", "26", "--bar", "0.5", "--runs", str(tmp_path), "--out", str(out),
                  "--picture", str(tmp_path / "curves.png")]
     main(arguments)  # with one seed there is no measure of the noise: not the verdict, the curves
     report = json.loads(out.read_text())
     calm, killed = report["curves"]
     assert calm["killed"] == 0 and killed["killed"] == 2
-    assert min(calm["final"], killed["final"]) >= 0.6 and calm["accuracy"][0][1] < 0.3
+    assert min(calm["final"], killed["final"]) >= 0.5 and calm["accuracy"][0][1] < 0.3
     assert (tmp_path / "curves.png").stat().st_size > 10_000

@@ -251,6 +251,52 @@ def status(
 
 
 @app.command()
+def doctor(
+    folders: Annotated[list[str] | None, typer.Argument(metavar="[FOLDER]...", help="Where a run would write.", show_default=False)] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    processes: Annotated[int, typer.Option(min=1, help="Of the all-reduce on the CPU; on GPUs one each.")] = 2,
+    seconds: Annotated[float, typer.Option(min=0.0, help="For each measurement.")] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Is this machine fit? Exit code 3: a check failed."""
+    import torch
+
+    from everstep.doctor import Unfit, examine, table, worst
+    from everstep.doctor import as_json as to_json
+
+    if device not in ("auto", "cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise BadInput(f"--device {device}: " + ("no CUDA device is visible" if device == "cuda" else "use auto, cpu or cuda"))
+    chosen = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    found = examine(chosen, folders or ["."], processes, seconds)
+    if as_json:
+        print(to_json(found))
+    else:
+        _console().print(table(found))
+    if worst(found) == "bad":
+        raise Unfit("; ".join(f"{f.name} of {f.device}: {f.told}" for f in found if f.state == "bad"))
+
+
+@app.command()
+def logs(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    rank: Annotated[str | None, typer.Option(help="REPLICA/RANK, a number through all replicas, or a process: w3, lead.")] = None,
+    around: Annotated[int | None, typer.Option(metavar="STEP", help="Only from its begin to the next.")] = None,
+    level: Annotated[str, typer.Option(help="The least: debug info warning error.")] = "info",
+    as_json: Annotated[bool, typer.Option("--json", help="One object a line, for programs.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Logs and events of all processes, merged by time."""
+    from dataclasses import asdict
+
+    from everstep.telemetry.events import to_json
+    from everstep.telemetry.logs import lines, render
+
+    for line in lines(run, rank, around, level):
+        print(to_json(asdict(line)) if as_json else render(line))
+
+
+@app.command()
 def dashboard(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",

@@ -35,15 +35,15 @@ from everstep.recipes import dpo, grpo, ppo, sft
 from everstep.recipes.run import Run
 from everstep.recovery.view import Kind, Record
 from everstep.run_dir import RunDir, check_run_dir, checkpoints_of
+from everstep.telemetry import logs
 from everstep.telemetry.console import Console
-from everstep.telemetry.dashboard.server import Beside
 from everstep.telemetry.events import EventLog, read_events
 from everstep.telemetry.metrics import Metrics
 from everstep.telemetry.ongoing import Ongoing
 from everstep.telemetry.recoveries import account, recoveries
 from everstep.telemetry.report import reward_curve, summary_table
-from everstep.telemetry.status import Pulse
 from everstep.telemetry.trackers import open_trackers
+from everstep.telemetry.watching import Watching
 
 if TYPE_CHECKING:
     from everstep.cluster.local import Entry
@@ -66,8 +66,17 @@ def launch(config: Config | str | os.PathLike[str], overrides: Sequence[str] = (
     launcher = environment.detect_launcher(config)
     if launcher == "ray":
         check_run_dir(config, clean)
-    run_dir, chosen, events, entry = _enter(config, clean, launcher)
-    group = _start_group(config, launcher, run_dir, events, None, entry)
+    config = logs.with_environment(config, os.environ)
+    watching = Watching(config)
+    try:
+        run_dir, chosen, events, entry = _enter(config, clean, launcher, watching)
+        group = _start_group(config, launcher, run_dir, events, None, entry)
+    except BaseException:
+        watching.close()
+        raise
+    group.closing.callback(watching.close)
+    if group.is_lead and config.replica.id is None:  # else the lighthouse does
+        watching.follow(run_dir, group.status)
     if chosen.path:
         try:
             group.load(chosen.path)
@@ -93,6 +102,7 @@ def run(
         check(config)
         if config.replica.id is None:  # else the lighthouse looks: only it knows whether the run goes on
             check_run_dir(config, clean)
+    config = logs.with_environment(config, os.environ)
     if launcher == "local" and not inside:
         check_data(config)
         return torchrun.launch(config, program, lambda text: print(f"everstep: {text}", file=sys.stderr))
@@ -115,28 +125,29 @@ def run_replicas(config: Config, program: Sequence[str], clean: bool) -> int:
 def _run(
     config: Config, data: PreparedData, launcher: str, clean: bool, interrupts: _Interrupts, host: Callable[[Config], Host] | None
 ) -> int:
-    run_dir, chosen, events, entry = _enter(config, clean, launcher)
+    watching = Watching(config)
+    try:
+        run_dir, chosen, events, entry = _enter(config, clean, launcher, watching)
+    except BaseException:
+        watching.close()
+        raise
     lead = events is not None or (entry is not None and entry.head is not None)  # or may come to be it
     console = Console(config.telemetry.progress, title=config.recipe) if lead else None
     metrics: Metrics | None = None
     own_events = events
     group: Group | None = None
     the_run: Run | None = None
-    beside: Beside | None = None
-    pulse: Pulse | None = None
     ongoing = Ongoing()
     status = "failed"
     try:
         if console:
             _introduce(console, config, data, run_dir, chosen, launcher, entry)
-        if lead and config.telemetry.dashboard and not config.replica.id:
-            beside = Beside(run_dir.path, config.telemetry.dashboard_host, config.telemetry.dashboard_port)
-        if console and beside:
-            console.note(f"dashboard: {beside.address}")
+        if console and watching.dashboard:
+            console.note(f"dashboard: {watching.dashboard}")
         on_record = _follow(console, run_dir, config.layout.replicas, ongoing) if console else None
         group = _start_group(config, launcher, run_dir, events, on_record, entry, host)
         if group.is_lead and config.replica.id is None:  # else the lighthouse does
-            pulse = Pulse(run_dir.path, run_dir.attempt, group.status, beside.address if beside else "")
+            watching.follow(run_dir, group.status)
         track: Callable[[int], Metrics] = lambda step: Metrics(
             run_dir.path, open_trackers(config, run_dir.path, step, _tracker_failed(console, own_events))
         )
@@ -176,6 +187,7 @@ def _run(
     finally:
         interrupts.ignored = True
         with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails
+            last_first.callback(watching.close)
             if events:
                 last_first.callback(events.close)
                 if status != "done":
@@ -186,14 +198,10 @@ def _run(
                 last_first.callback(metrics.close)
             if group is None and entry and entry.lighthouse:
                 last_first.callback(entry.lighthouse.close, status)
-            if beside:
-                last_first.callback(beside.close)
             if group:
                 last_first.callback(group.close, status)
                 if console and group.unfired_faults:
                     last_first.callback(console.note, f"faults that never fired: {'; '.join(group.unfired_faults)}")
-            if pulse:
-                last_first.callback(pulse.close)
             if console:
                 last_first.callback(console.stop)
 
@@ -201,15 +209,18 @@ def _run(
 # -- parts -------------------------------------------------------------------------------------------------------------------
 
 
-def _enter(config: Config, clean: bool, launcher: str) -> tuple[RunDir, Chosen, EventLog | None, Entry | None]:
+def _enter(
+    config: Config, clean: bool, launcher: str, watching: Watching
+) -> tuple[RunDir, Chosen, EventLog | None, Entry | None]:
     """The run's folder and the checkpoint to start from; the controller's log, or how this rank of torchrun comes into the run."""
     if launcher == "local":
         from everstep.cluster import local
 
-        entry = local.enter(config, clean)
+        entry = local.enter(config, clean, watching)
         return entry.run_dir, entry.chosen, None, entry
     run_dir, chosen = attempt.prepare(config, clean)
-    events = EventLog(run_dir.events / "lead.jsonl", "lead")
+    watching.begin(run_dir, own_log=True)
+    events = EventLog(run_dir.events / "lead.jsonl", "lead", watching.alerts.offer)
     events.emit("run_start", step=chosen.step, attempt=run_dir.attempt, recipe=config.recipe, launcher=launcher,
                 replicas=config.layout.replicas, spares=config.layout.spares)
     return run_dir, chosen, events, None

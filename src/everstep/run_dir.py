@@ -35,6 +35,7 @@ OWN_ENTRIES = (
     "report",
     "metrics.jsonl",
     "status.json",
+    "diagnosis",
 )
 _ATTEMPT = re.compile(r"attempt-(\d+)")
 

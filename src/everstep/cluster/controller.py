@@ -30,6 +30,7 @@ from everstep.cluster.owed import Owed
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.slots import cut_round, cut_slots, require_synchronous, sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
+from everstep.cluster.watch import Watch
 from everstep.cluster.worker import Formation
 from everstep.config import derive
 from everstep.config.schema import Config
@@ -73,10 +74,12 @@ class Controller(InOnePlace):
         self.layout = derive.layout(config)
         self._on_record = on_record or (lambda record: None)
         self._reference = False
+        self._watch = Watch(config, run_dir, events, host, lambda: self._server, self._place_of, lambda: len(self._crew.spares))
         self._stage = ""
         self.recipe_state: dict[str, Any] = {}
         self._closed = False
-        self._crew = Crew(config, host, events, lambda: self.server, self._spec, self._struck, self._is_engine)
+        self.closing = contextlib.ExitStack()
+        self._crew = Crew(config, host, events, lambda: self.server, self._spec, self._struck, self._is_engine, self._watch.finish_diagnosis)
         self._endpoint: Endpoint | None = None
         self._store: dist.TCPStore | None = None
         self._injector: FaultInjector | None = None
@@ -105,7 +108,7 @@ class Controller(InOnePlace):
         token = self._token = secrets.token_hex(16)
         listener = Listener(
             self._place_of, self._phase_entered, self._worker_died, self._recorded, self._answered,
-            self._struck, self._crew.leaving.tell,
+            self._struck, self._crew.leaving.tell, self._watch.before_kill,
         )
         self._server = CoordinatorServer(
             coordinator, log, self._events, listener, token, recovery.silence_s, 2 * recovery.link_timeout_s, host,
@@ -177,7 +180,9 @@ class Controller(InOnePlace):
             return
         self._closed = True
         with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails
+            last_first.callback(self.closing.close)
             last_first.callback(self._host.close)
+            last_first.callback(self._watch.close)
             for relay in self._relays.values():
                 last_first.callback(relay.close)
             if self._pool:
@@ -394,6 +399,7 @@ class Controller(InOnePlace):
         finished = {w: r for (w, member), r in reports.items() if view.member(member.replica) == member}
         if not finished:
             raise NotEnoughReplicas(f"step {step} was committed but no rank that applied it is left; resume from the last checkpoint")
+        self._watch.step(step, reports, view)
         first_ranks = {self._place_of(w)[0]: r for w, r in finished.items() if self._place_of(w)[1] == 0}
         return combine(step, list(finished.values()), list(first_ranks.values()), loss, lr, len(slots), view.contributors)
 
@@ -452,8 +458,10 @@ class Controller(InOnePlace):
         while True:
             view = self.server.coordinator.view
             hashes = self.call("pass_through", "state_hash")
-            if view.contributors == self.server.coordinator.view.contributors:
-                ranks = ranks_of(self.layout, view.contributors)
+            if view.contributors != self.server.coordinator.view.contributors:
+                continue
+            ranks = ranks_of(self.layout, view.contributors)
+            if not self._watch.evict_corrupt(view, ranks, hashes):
                 return compare_hashes(ranks, hashes, self.committed_step, self._events)
 
     def status(self) -> dict[str, Any]:
@@ -518,6 +526,8 @@ class Controller(InOnePlace):
         return self._injector is not None and self._injector.struck(worker)
 
     def _worker_died(self, worker: str, cause: str) -> None:
+        if not self._closed:
+            self._watch.died(worker, cause)
         if self._pool and self._pool.knows(worker):
             self._pool.died(worker, cause, self._struck(worker))
             return

@@ -27,14 +27,14 @@ _CALL_OFF_S = 10.0  # for the living ranks of a formation that lost one, to leav
 
 class Crew:
     """``spec(worker)``: how a worker is started; ``injected(worker)``: whether fault injection struck it; ``is_engine(worker)``: whether
-    it is a rollout engine, which is no rank and no spare. ``served``: workers that have taken part in a commit."""
+    it is a rollout engine, which is no rank and no spare; ``before_end(worker)``: called before a process that was expelled is killed. ``served``: workers that have taken part in a commit."""
 
     def __init__(
         self, config: Config, host: Host, events: EventLog, server: Callable[[], CoordinatorServer], spec: Callable[[str], WorkerSpec],
-        injected: Callable[[str], bool], is_engine: Callable[[str], bool],
+        injected: Callable[[str], bool], is_engine: Callable[[str], bool], before_end: Callable[[str], None],
     ):
         self._config, self._host, self._events, self._server, self._spec = config, host, events, server, spec
-        self._injected, self._is_engine = injected, is_engine
+        self._injected, self._is_engine, self._before_end = injected, is_engine, before_end
         self.served: set[str] = set()
         self.leaving = Leaving(self)
         recovery = config.recovery
@@ -95,6 +95,7 @@ class Crew:
     # -- what repair needs (everstep.cluster.repair.Processes) ---------------------------------------------------------------------
 
     def confirm_dead(self, worker: str) -> None:
+        self._before_end(worker)
         self._host.end(worker)
         replica, rank = self.place(worker)
         self._events.emit("expel", replica=replica, rank=rank, worker=worker, cause=self._server().dead.get(worker, "repair"))

@@ -8,6 +8,7 @@ nothing but its configuration, its state and the results of its calls.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,7 @@ class Group(Protocol):
     recipe_state: dict[str, Any]  # what a recipe saved with the checkpoint that was loaded; empty before load()
     dispatch_bytes: int           # sent to the workers for calls and steps so far
     dispatch_seconds: float       # spent in sending it
+    closing: contextlib.ExitStack  # what else ends with the group, after it
 
     @property
     def is_lead(self) -> bool:

@@ -6,6 +6,7 @@ of this machine from a process that has done the imports. Both run the same :cla
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
 from everstep.errors import EverstepError
+from everstep.telemetry import diagnosis
 
 if TYPE_CHECKING:
     from everstep.cluster.worker import Life, Slots
@@ -132,6 +134,8 @@ class Sharing:
 def make_worker(spec: WorkerSpec) -> Served:
     """In the worker's own process: its output goes to its log from now on, its device is ready, its channel connected."""
     _redirect_output(Path(spec.log_path))
+    if spec.config.watch.diagnose:  # first of all: a signal that nobody awaits ends a process
+        diagnosis.register(Path(spec.log_path).with_suffix(".stacks"))
     warnings.filterwarnings("ignore", module=r"torch|megatron|transformers")  # advice to developers of those
 
     import torch
@@ -141,6 +145,7 @@ def make_worker(spec: WorkerSpec) -> Served:
     from everstep.engine import cpu
     from everstep.engine.groups import NCCL_ENVIRONMENT
     from everstep.recovery.control import Control
+    from everstep.telemetry import logs
     from everstep.telemetry.events import EventLog
 
     os.environ.update(NCCL_ENVIRONMENT)
@@ -154,14 +159,19 @@ def make_worker(spec: WorkerSpec) -> Served:
     recovery = spec.config.recovery
     control = Control(spec.coordinator, spec.token, spec.worker_id, recovery.heartbeat_s, fence_s=recovery.fence_s)
     events = EventLog(Path(spec.events_dir) / f"{spec.worker_id}.jsonl", spec.worker_id)
+    log = spec.config.log
+    start_log = functools.partial(logs.start, Path(spec.log_path).with_suffix(".jsonl"), spec.worker_id, log.level, log.max_bytes, log.keep)
     if spec.role == "engine":
         from everstep.rl.rollout.serving import EngineWorker
 
+        start_log(lambda: dict(zip(("step", "phase"), control.where, strict=True)))
         return EngineWorker(spec.config, spec.worker_id, device, control, spec.store, events)
     from everstep.cluster.worker import Worker
 
     Notices(recovery.preemption_file, control.leaving)
-    return Worker(spec.config, spec.worker_id, device, control, spec.store, events)
+    worker = Worker(spec.config, spec.worker_id, device, control, spec.store, events)
+    start_log(worker.where)
+    return worker
 
 
 def _redirect_output(path: Path) -> None:

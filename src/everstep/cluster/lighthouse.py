@@ -22,7 +22,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,15 +77,15 @@ class Lighthouse:
     """Serves one run after the other on ``listener``.
 
     ``store_port``: of a store that it has for links and heals; None: the one replica's own is used. ``quorum``: whether replicas bring
-    torchft's quorum along; else all replicas are expected.
+    torchft's quorum along; else all replicas are expected. ``offer``: is told of the run's events (alerts).
     """
 
     def __init__(
         self, listener: socket.socket, host: str, token: str = "", min_replicas: int = 1, store_port: int | None = None,
-        quorum: bool = True, say: Callable[[str], None] = lambda text: None,
+        quorum: bool = True, offer: Callable[[Mapping[str, Any]], None] | None = None, say: Callable[[str], None] = lambda text: None,
     ):
-        self._listener, self._token, self._min_replicas, self._store_port, self._quorum, self._say = (
-            listener, token, min_replicas, store_port, quorum, say
+        self._listener, self._token, self._min_replicas, self._store_port, self._quorum, self._offer, self._say = (
+            listener, token, min_replicas, store_port, quorum, offer, say
         )
         self.address = (host, int(listener.getsockname()[1]))
         self.run: ServedRun | None = None
@@ -250,7 +250,7 @@ class Lighthouse:
         self._say(f"{'going on with' if resume else 'serving'} the run in {run_dir.path}")
         return ServedRun(
             config, run_dir, chosen, self._token, self.address, self._store_port, self._min_replicas, Start(expected), go_on, self.signal,
-            self._say,
+            self._offer, self._say,
         )
 
     def _serves(self) -> bool:

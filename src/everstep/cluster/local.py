@@ -57,7 +57,9 @@ from everstep.recovery.transaction import StepReport
 from everstep.recovery.view import Member, Record
 from everstep.rl.rollout import Sampling
 from everstep.run_dir import RunDir
+from everstep.telemetry import diagnosis, logs
 from everstep.telemetry.events import EventLog
+from everstep.telemetry.watching import Watching
 
 T = TypeVar("T")
 _WORDS_S = 5.0  # that a rank has to end in order when the run ends for it
@@ -103,15 +105,19 @@ def join_world(config: Config) -> environment.RankEnvironment:
     return env
 
 
-def enter(config: Config, clean: bool) -> Entry:
-    """Join torchrun's world, and come into the run: begin it, or find out that it goes on. Raises the same on every rank."""
+def enter(config: Config, clean: bool, watching: Watching) -> Entry:
+    """Join torchrun's world, and come into the run: begin it, or find out that it goes on. Raises the same on every rank.
+
+    ``watching``: of one replica alone, its rank 0 tells it of the run's events."""
     env = join_world(config)
     head: Head | None = None
     lighthouse: Lighthouse | None = None
     shared: list[Any] = [None]
     if env.rank == 0:
         try:
-            entry = _register(config, clean, env)
+            entry = _register(config, clean, env, watching)
+            if not config.replica.id:
+                watching.begin(entry.run_dir, own_log=False)
             head, lighthouse = entry.head, entry.lighthouse
             entry.head = entry.lighthouse = None  # of this process only
             shared = [entry]
@@ -125,12 +131,12 @@ def enter(config: Config, clean: bool) -> Entry:
     return came
 
 
-def _register(config: Config, clean: bool, env: environment.RankEnvironment) -> Entry:
+def _register(config: Config, clean: bool, env: environment.RankEnvironment, watching: Watching) -> Entry:
     lighthouse: Lighthouse | None = None
     if config.replica.id is None:
         token = secrets.token_hex(16)
         listener = socket.create_server((env.master_addr, 0), backlog=256)
-        lighthouse = Lighthouse(listener, env.master_addr, token, quorum=False)
+        lighthouse = Lighthouse(listener, env.master_addr, token, quorum=False, offer=watching.alerts.offer)
         address, wait_s = lighthouse.address, 60.0
     else:
         token = os.environ.get(TOKEN_VARIABLE, "")
@@ -167,6 +173,7 @@ class LocalGroup:
         self._caught_up = not entry.join  # whether the recipe is where the other replicas are, and not on its way there
         self._lead = False
         self._presence: Presence | None = None
+        self.closing = contextlib.ExitStack()
         replica, workers = entry.member.replica, entry.member.workers
         # The coordinator of one replica alone lives and dies with its rank 0.
         fence_s = None if self._head and not self._several else config.recovery.fence_s
@@ -174,8 +181,13 @@ class LocalGroup:
             entry.coordinator, entry.token, workers[self._rank], config.recovery.heartbeat_s, fence_s=fence_s,
             seek_s=config.lighthouse.wait_s if self._several else 0.0,
         )
+        own_log = entry.run_dir.rank_log(replica * self.layout.ranks_per_replica + self._rank)
+        if config.watch.diagnose:
+            diagnosis.register(own_log.with_suffix(".stacks"))
         self.events = EventLog(entry.run_dir.events / f"{workers[self._rank]}.jsonl", workers[self._rank])
         self._worker = Worker(config, workers[self._rank], choose_device(config), self._control, entry.store, self.events)
+        log = config.log
+        self._log = logs.start(own_log.with_suffix(".jsonl"), workers[self._rank], log.level, log.max_bytes, log.keep, self._worker.where)
         if self._several:
             self._control.on_fenced = self._end_soon
             self._worker.on_expelled = lambda: self._end(ReplicaBroken(f"replica {replica} lost a rank, and is started anew"))
@@ -434,6 +446,8 @@ class LocalGroup:
             self._lighthouse.close(status)
         if self._head:
             self._head.close()
+        logs.stop(self._log)
+        self.closing.close()
 
     def _finish(self, status: str) -> None:
         assert self._head is not None

@@ -106,3 +106,10 @@ class ProcessWatch:
             for worker in ended:
                 if not self._closed:
                     self._on_end(worker)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Host memory; torch's allocator on the CPU raises RuntimeError. A full GPU is no fault of the process: it stays a failure."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "std::bad_alloc" in str(error))
+    )

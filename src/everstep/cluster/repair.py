@@ -9,6 +9,7 @@ of this.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import Callable, Collection
@@ -17,6 +18,8 @@ from typing import Any, Protocol
 from everstep.cluster.worker import Formation
 from everstep.errors import EverstepError, WorkerFailed
 from everstep.recovery.view import Member
+
+LOG = logging.getLogger(__name__)
 
 
 class Processes(Protocol):
@@ -152,6 +155,7 @@ class Repair:
             workers = list(member.workers)
             for rank in gaps:
                 workers[rank] = self._spare_for(replica, rank)
+                LOG.info("%s takes the place %d/%d of %s", workers[rank], replica, rank, member.workers[rank])
                 self._processes.note("spare_used", replica=replica, rank=rank, spare=workers[rank])
             member = Member(replica, member.build + 1, tuple(workers))
             self._members[replica] = member
@@ -166,6 +170,7 @@ class Repair:
             if self._closed:
                 return False
             for worker, cause in failed.items():
+                LOG.warning("replica %d could not be formed in life %d: %s: %s", replica, member.build, worker, cause)
                 self._processes.expel(worker, cause)
                 self._processes.confirm_dead(worker)
                 self._dead.add(worker)

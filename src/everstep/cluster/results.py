@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -38,6 +39,18 @@ def combine(
         slots=slots, slots_redone=sum(r.slots_redone for r in per_replica), members=members,
         link_bytes=sum(r.link_bytes for r in reports) / len(per_replica),
     )
+
+
+def minority(ranks: Sequence[Rank], hashes: Sequence[tuple[int | None, str]]) -> list[Rank]:
+    """The ranks whose state differs from that which more than half of the replicas have at their position. Nobody, if all are equal or
+    if there is no such majority at a position."""
+    odd = []
+    for position in {rank.rank for rank in ranks}:
+        here = [(rank, said) for rank, said in zip(ranks, hashes, strict=True) if rank.rank == position]
+        usual, count = Counter(said for _, said in here).most_common(1)[0]
+        if 2 * count > len(here):
+            odd += [rank for rank, said in here if said != usual]
+    return sorted(odd, key=lambda rank: (rank.replica, rank.rank))
 
 
 def compare_hashes(ranks: Sequence[Rank], hashes: Sequence[tuple[int | None, str]], step: int, events: EventLog | None) -> str:

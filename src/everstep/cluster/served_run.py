@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -38,6 +39,7 @@ from everstep.recovery.faults import FaultInjector
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Kind, Member, Record
 from everstep.run_dir import RunDir
+from everstep.telemetry.diagnosis import Diagnosis
 from everstep.telemetry.events import EventLog
 from everstep.telemetry.status import Pulse
 
@@ -70,7 +72,7 @@ class ServedRun:
     def __init__(
         self, config: Config, run_dir: RunDir, chosen: Chosen, token: str, address: tuple[str, int], store_port: int | None,
         min_replicas: int, start: Start, go_on: bool, send_signal: Callable[[int, str, int, int], None],
-        say: Callable[[str], None],
+        offer: Callable[[Mapping[str, Any]], None] | None, say: Callable[[str], None],
     ):
         self.config, self.run_dir, self.chosen, self._store_port, self._say = config, run_dir, chosen, store_port, say
         self.layout = derive.layout(config)
@@ -93,7 +95,7 @@ class ServedRun:
         recovery = config.recovery
         self._log = CommitLog(run_dir.path / "commits.log", start_at=chosen.step, go_on=go_on)
         self._past = self._log.past.open_records if go_on else ()
-        self._events = EventLog(run_dir.events / "lead.jsonl", "lead")
+        self._events = EventLog(run_dir.events / "lead.jsonl", "lead", offer)
         everybody = self.layout.replicas
         minimum = recovery.min_replicas if recovery.enabled and recovery.mode != "wait" else everybody
         self._minimum = min(max(minimum, min_replicas), everybody)  # to begin
@@ -104,6 +106,7 @@ class ServedRun:
         listener = Listener(
             self._place_of, lambda worker, step, phase: self._injector.on_phase(worker, step, phase), self._died, self._recorded,
             lambda worker, number, word: self._injector.on_word(worker, number, word), lambda worker: self._injector.struck(worker),
+            before_kill=self._before_kill,
         )
         self.server = CoordinatorServer(
             coordinator, self._log, self._events, listener, token, recovery.silence_s, 2 * recovery.link_timeout_s, address[0],
@@ -445,6 +448,25 @@ class ServedRun:
                 self._signal(worker, signal.SIGKILL)  # the others end by themselves, when they hear of it: all are started anew (rule 23)
                 self._events.emit("expel", replica=replica, rank=self._place_of(worker)[1], worker=worker, cause=cause)
             self._turn.notify_all()
+
+    def _before_kill(self, worker: str, cause: str) -> None:
+        """A rank is silent or makes no progress: what all ranks do is written down."""
+        if not self.config.watch.diagnose:
+            return
+        step = self.server.coordinator.committed + 1
+        said = {w: (p.pid, p.host) for w, p in self.server.progress.items()}
+        found = Diagnosis(
+            self.run_dir.path / "diagnosis", self._signal, lambda w, message: self.server.order(w, dict(message)), lambda: said, self._stacks_of,
+            lambda folder, w: self._events.emit(
+                "diagnosis", step=step, replica=self._place_of(w)[0], rank=self._place_of(w)[1], worker=w, path=str(folder)
+            ),
+        )
+        found.take(worker, cause, step, self.server.whereabouts())
+        found.finish(worker)
+
+    def _stacks_of(self, worker: str) -> Path:
+        replica, rank = self._place_of(worker)
+        return self.run_dir.rank_log(replica * self.layout.ranks_per_replica + rank).with_suffix(".stacks")
 
     def _recorded(self, record: Record) -> None:
         if record.kind is Kind.COMMIT:

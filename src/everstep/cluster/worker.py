@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import os
 import threading
 import time
@@ -27,6 +28,7 @@ from everstep.checkpoint.writer import RankWriter, Ticket
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.group import Role
 from everstep.cluster.island import Island, Round, RoundWork, without_participants
+from everstep.cluster.processes import out_of_memory
 from everstep.cluster.rank_state import Kept, WholeState, clip
 from everstep.cluster.slots import micro_batches, with_evaluated
 from everstep.config import derive
@@ -49,7 +51,10 @@ from everstep.recovery.victim import Victim
 from everstep.recovery.view import Kind, Record
 from everstep.rl.rollout import Sampling, sync
 from everstep.rl.rollout.transformers import TransformersRollout
+from everstep.telemetry import diagnosis
 from everstep.telemetry.events import EventLog
+
+LOG = logging.getLogger(__name__)
 
 Life = tuple[int, int]  # (replica, build): one formation of a replica, and what every call says it is meant for
 
@@ -152,6 +157,7 @@ class Worker:
         self.victim = Victim(worker_id, events, control.fault_word, lambda: "step {}, {}".format(*control.where))
         control.on_record, control.on_fenced = self._on_record, self._fenced
         control.on_order, control.on_phase = self.victim.obey, self.victim.enter
+        control.on_diagnose = lambda folder: diagnosis.write_collectives(folder, worker_id)
         events.emit("process_start", device=str(device))
 
     # -- place in the group ------------------------------------------------------------------------------------------------
@@ -176,11 +182,17 @@ class Worker:
     def position(self) -> Position:
         return self.layout.position(self.formation.rank)
 
+    def where(self) -> dict[str, Any]:
+        """Place, step and phase of this process, for its log."""
+        place = (self._formation.replica, self._formation.rank) if self._formation else (None, None)
+        return dict(zip(("replica", "rank", "step", "phase"), (*place, *self.control.where), strict=True))
+
     def form(self, formation: Formation) -> None:
         """Take a place: join the replica's world, build the engine. A rank that lived on brings its state along.
 
         Raises ReplicaBroken if another rank of the replica is gone meanwhile; this one keeps what it had and can form again.
         """
+        LOG.info("takes place %d/%d in life %d, state from %s", formation.replica, formation.rank, formation.build, formation.start)
         self.leave()
         self._meet(formation)
         try:
@@ -340,14 +352,16 @@ class Worker:
         try:
             with self._telling(method):
                 return function(*args, **kwargs)
-        except ReplicaBroken:
+        except ReplicaBroken as error:
+            LOG.info("%s ended: %s", method, error)
             self.leave()
             raise
-        except EverstepError:
+        except EverstepError as error:
+            LOG.warning("%s ended: %s: %s", method, type(error).__name__, error)
             raise
         except Exception as error:
             formation = self._formation
-            if _out_of_memory(error):
+            if out_of_memory(error):
                 self._end(f"out of memory in {method}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
             # RuntimeError and ValueError are what torch.distributed raises when a peer closed its connection.
             if formation and isinstance(error, RuntimeError | ValueError) and len(formation.workers) > 1 and self._wait_broken():
@@ -355,6 +369,7 @@ class Worker:
                 raise ReplicaBroken(f"replica {formation.replica}: {error} (in {method})") from error
             who = f"rank {formation.replica}/{formation.rank}" if formation else f"spare {self.worker_id}"
             what = f"step {getattr(args[0], 'step', args[0])}" if method in STEPS else method
+            LOG.exception("%s failed in %s", who, what)
             raise WorkerFailed(f"{who} failed in {what}: {type(error).__name__}: {error}") from error
 
     @contextlib.contextmanager
@@ -564,13 +579,6 @@ class Worker:
             for _ in weights:
                 pass  # a collective: every rank of the replica takes part
         self._rollout_weights = self.state.weights_key
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """Host memory; torch's allocator on the CPU raises RuntimeError. A full GPU is no fault of the process: it stays a failure."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "std::bad_alloc" in str(error))
-    )
 
 
 def called_off(life: Life) -> str:

@@ -33,6 +33,7 @@ from everstep.recovery.faults import (
     UNHELD_PHASES,
 )
 from everstep.rl import pipeline
+from everstep.telemetry.logs import chosen_levels
 from everstep.telemetry.trackers import check_trackers
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM")
@@ -50,6 +51,7 @@ def check(config: Config, environ: Mapping[str, str] = os.environ) -> derive.Siz
 def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> derive.Sizes:
     """What ``everstep plan`` refuses, cheapest first. Returns the derived sizes."""
     check_user_environment(config.env)
+    chosen_levels(config.log.level, environ)
     _check_recovery(config)
     sizes = derive.sizes(config)
     _check_launcher(config, sizes.layout, environ)

@@ -16,6 +16,7 @@ from everstep.config.local_schema import LighthouseConfig, LocalConfig, ReplicaC
 from everstep.config.recovery_schema import RecoveryConfig
 from everstep.config.rl_schema import DpoConfig, RewardConfig, RlConfig, RolloutConfig, WarmupConfig
 from everstep.config.section import Section
+from everstep.config.watch_schema import AlertConfig, LogConfig, WatchConfig
 
 
 class ModelConfig(Section):
@@ -529,6 +530,9 @@ class Config(Section):
         description="Faults to inject, for tests and demonstrations.",
     )
     telemetry: TelemetryConfig = TelemetryConfig()
+    watch: WatchConfig = WatchConfig()
+    log: LogConfig = LogConfig()
+    alerts: list[AlertConfig] = Field(default_factory=list, description="Whom to tell of which events.")
     ray: RayConfig = RayConfig()
     local: LocalConfig = LocalConfig()
     replica: ReplicaConfig = ReplicaConfig()

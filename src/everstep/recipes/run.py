@@ -20,6 +20,7 @@ from everstep.telemetry.console import Completion, Console
 from everstep.telemetry.events import EventLog
 from everstep.telemetry.metrics import Metrics
 from everstep.telemetry.ongoing import Ongoing
+from everstep.telemetry.spikes import Spikes
 from everstep.telemetry.trackers import SampleRow
 
 
@@ -46,6 +47,7 @@ class Run:
             self._saved_step, self._ended_step, self._verified_step = marked["saved"], marked["ended"], marked["verified"]
             self.summary = dict(marked["summary"])
         self._dispatched = (0, 0.0)
+        self._spikes = Spikes(self.config.watch.spike_ratio, self.config.watch.spike_steps)
         self._resumable: tuple[int, dict[str, Any]] = (-1, {})  # the last step from which the recipe can go on, and its state then
 
     @property
@@ -91,6 +93,8 @@ class Run:
             self.metrics.log(step, metrics)
         if self.events:
             self.events.emit("metrics", step=step, values=metrics)
+            for spike in self._spikes.step(metrics):
+                self.events.emit("spike", step=step, metric=spike.metric, value=spike.value, usual=spike.usual)
         if self.console and show_at is not None:
             self.console.step(show_at, metrics)
             self.console.strength(len(status["replicas"]), self.config.layout.replicas, status["spares"])

@@ -11,6 +11,7 @@ what was said in vain is said again under the view that it publishes, and whoeve
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -23,6 +24,8 @@ from everstep import errors
 from everstep.errors import CoordinatorLost, DeadlineExceeded, EverstepError, Fenced
 from everstep.recovery import wire
 from everstep.recovery.view import Epoch, Kind, Record, View, Vote
+
+LOG = logging.getLogger(__name__)
 
 #: Where a rank waits for others: a main thread that is inside one of these is held up, not holding up.
 _WAITING = (os.path.join("torch", "distributed"), os.path.join("recovery", "link.py"), os.path.join("recovery", "replica.py"))
@@ -37,7 +40,7 @@ class Refused(wire.Closed):
 
 class Control:
     """``on_record`` is called on the receiving thread for every record, in order, ``on_order`` for every order of fault injection;
-    they must not block on the main thread. ``on_phase(step, phase)`` is called on the main thread once a phase has been told,
+    ``on_diagnose`` with the folder to which this process shall write what it did last; they must not block on the main thread. ``on_phase(step, phase)`` is called on the main thread once a phase has been told,
     ``on_fenced(cause)`` on a thread of its own when the coordinator falls silent.
 
     ``fence_s``: seconds of silence after which the coordinator is lost; None: never (it lives in this process). ``seek_s``: seconds for
@@ -55,6 +58,7 @@ class Control:
         self._verdict: EverstepError | None = None  # how the coordinator said that the run ends
         self.on_record: Callable[[Record], None] = lambda record: None
         self.on_order: Callable[[dict[str, Any]], None] = lambda message: None
+        self.on_diagnose: Callable[[str], None] = lambda folder: None
         self.on_phase: Callable[[int, str], None] = lambda step, phase: None
         self.on_fenced: Callable[[str], None] = lambda cause: None
         self._heartbeat_s, self._fence_s = heartbeat_s, fence_s
@@ -251,6 +255,8 @@ class Control:
                     continue
                 if message["type"] == "fault":
                     self.on_order(message)
+                elif message["type"] == "diagnose":
+                    self.on_diagnose(message["folder"])
                 elif message["type"] == "over":
                     self._refuse(message)
                 elif message["type"] == "record":
@@ -272,6 +278,7 @@ class Control:
         raise Refused(message["message"])
 
     def _take(self, record: Record) -> None:
+        LOG.debug("record %d: %s of step %s, epoch %s, %s", record.number, record.kind, record.step, record.view.epoch, record.cause or "no cause")
         if record.kind is Kind.BUILD:
             self._last_build = record.number
         else:
@@ -343,6 +350,8 @@ class Control:
         self.on_fenced(cause)
 
     def _lose(self, cause: str) -> None:
+        if self._lost is None:
+            LOG.warning("the coordinator is lost: %s", cause)
         with self._changed:
             self._lost = self._lost or cause
             self._changed.notify_all()

@@ -8,6 +8,7 @@ not known here: :mod:`everstep.recovery.server` has sockets.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 import time
 from collections import deque
@@ -22,6 +23,8 @@ from everstep.recovery.coordinator import Coordinator
 from everstep.recovery.progress import Judge
 from everstep.recovery.view import Kind, Member, Record, Vote
 from everstep.telemetry.events import EventLog
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass
@@ -58,7 +61,7 @@ class Listener:
     injection listens here), ``on_death(worker, cause)`` once for every worker that is expelled (its process must then be killed and
     confirmed dead: rule 8), ``on_record`` for every record published, ``on_word(worker, number, word)`` when a rank answers an order
     of fault injection. ``injected(worker)``: whether it was struck by fault injection. ``on_leaving(worker, cause, whole_node)`` when a
-    rank was told that it, or its machine, is about to be taken away.
+    rank was told that it, or its machine, is about to be taken away. ``before_kill(worker, cause)``: it lives, and will be expelled and killed next.
     """
 
     place: Callable[[str], tuple[int, int]]
@@ -68,6 +71,7 @@ class Listener:
     on_word: Callable[[str, int, str], None] = lambda worker, number, word: None
     injected: Callable[[str], bool] = lambda worker: False
     on_leaving: Callable[[str, str, bool], None] = lambda worker, cause, whole_node: None
+    before_kill: Callable[[str, str], None] = lambda worker, cause: None
 
 
 class Desk:
@@ -157,11 +161,17 @@ class Desk:
         with self._changed:
             if worker in self.dead or self._closed:
                 return
+        if not ended:
+            self._listener.before_kill(worker, cause)
+        with self._changed:
+            if worker in self.dead or self._closed:
+                return
             self.dead[worker] = cause
             session = self._sessions.pop(worker, None)
         replica, rank = self._listener.place(worker)
         self._events.emit("death", step=self.coordinator.committed + 1, epoch=self.coordinator.view.epoch.key,
                           replica=replica, rank=rank, worker=worker, cause=cause)
+        LOG.warning("%s (%d/%d) is expelled: %s", worker, replica, rank, cause)
         computing = self._computing(worker) if ended else ()
         self._event(lambda: self.coordinator.death(worker, cause, computing))
         if session:
@@ -248,6 +258,7 @@ class Desk:
 
     def _fail(self, error: EverstepError) -> None:
         """Nothing is decided any more; the recipe raises ``error`` at its next look."""
+        LOG.error("nothing is decided any more: %s", error)
         with self._changed:
             self.failure = self.failure or error
             self._changed.notify_all()

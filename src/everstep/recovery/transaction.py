@@ -16,6 +16,7 @@ it; only the total of the recorded (step, epoch) is applied. Whoever runs this l
 
 from __future__ import annotations
 
+import logging
 import math
 import struct
 import time
@@ -46,6 +47,7 @@ from everstep.recovery.replica import ReplicaWorld
 from everstep.recovery.view import Epoch, Heal, Kind, Outcome, Record, View, Vote, assign
 from everstep.telemetry.events import EventLog
 
+LOG = logging.getLogger(__name__)
 LINK_GRACE_S = 1.0
 
 
@@ -127,6 +129,7 @@ class StepReport:
     slots_redone: int  # computed by this replica beyond what it was first dealt
     seconds: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    slots_dealt: int = 0  # to this replica, at first
     link_bytes: int = 0  # sent by this rank over the link, in all attempts
 
 
@@ -347,7 +350,8 @@ class Transaction:
             self._change_state(work, outcome, total)
         self._enter(Phase.IDLE, work.step)
         return StepReport(work.step, outcome, total.sums.tolist(), total.grad_norm, attempts,
-                          self._computed - (self._dealt or 0), dict(self._seconds), link_bytes=self._links.sent_bytes - sent_bytes)
+                          self._computed - (self._dealt or 0), dict(self._seconds), slots_dealt=self._dealt or 0,
+                          link_bytes=self._links.sent_bytes - sent_bytes)
 
     def _change_state(self, work: Work, outcome: Outcome, total: Total) -> None:
         if outcome is Outcome.APPLY:
@@ -416,6 +420,7 @@ class Transaction:
         now = time.monotonic()
         if self._phase is not Phase.IDLE:
             self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
+        LOG.debug("%s, after %.4f s in %s", phase, now - self._since, self._phase)
         self._phase, self._since = phase, now
         self._control.phase(step, phase)
 
@@ -424,6 +429,7 @@ class Transaction:
         self._events.emit(event, step=step, epoch=epoch.key, replica=self._replica, rank=self._rank, **fields)
 
     def _void(self, record: Record, step: int, cause: str) -> None:
+        LOG.info("attempt in epoch %s is void: %s", record.view.epoch, cause)
         self._tell("void", step, record.view.epoch, cause=cause)
 
 

@@ -23,7 +23,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -260,6 +260,29 @@ EVENTS: dict[str, EventKind] = {
     "save_failed": _kind("lead", "A checkpoint was given up; training goes on and another is tried `again_in_s` later.", "cause again_in_s", step=True),
     "load": _kind("both", "State was read from a checkpoint.", "path", step=True),
     "delete": _kind("lead", "An older checkpoint was removed.", "path"),
+    # what is seen by watching
+    "straggler": _kind(
+        "lead",
+        "A rank is slower than its peers for watch.straggler_for_s: in which phase, how many times (`ratio`), by how many seconds of a step "
+        "(`excess_s`). `action`: reported, or replaced by a spare.",
+        "replica rank phase ratio excess_s action",
+        step=True,
+    ),
+    "corruption": _kind(
+        "lead",
+        "The rank's state differs from that which most replicas have at its position; `action`: evicted, or none (the run ends).",
+        "replica rank action",
+        step=True,
+    ),
+    "spike": _kind("lead", "A loss or gradient norm jumped; `usual`: the median of the steps before.", "metric value usual", step=True),
+    "failure": _kind(
+        "lead",
+        "What the death of a process was: `failure_class` is gpu, host, network, dependency, software, data or maintenance, with the "
+        "`evidence` of its node.",
+        "replica rank failure_class evidence",
+        step=True,
+    ),
+    "diagnosis": _kind("lead", "Before a rank was killed, what all ranks were doing was written to `path`.", "replica rank path", step=True),
     # trouble that is no fault of a rank
     "error": _kind("both", "An error ended the work of this process.", "error message"),
     # written by the log itself
@@ -302,16 +325,18 @@ class EventLog:
         path: the file, usually ``RUN/events/<who>.jsonl``; its folder is created.
         who: name of this process in the run (``lead``, ``rank-0-1``, ``spare-2``); letters, digits, ``. _ @
         -``.
+        listener: called with each event's row once it is written, on the thread that wrote it; must not wait or raise.
 
     A file left with a torn last line by an earlier process is sealed on opening (newline, then
     ``torn_tail``), so that the fragment can never be joined with a line of ours.
     """
 
-    def __init__(self, path: str | os.PathLike[str], who: str):
+    def __init__(self, path: str | os.PathLike[str], who: str, listener: Callable[[Mapping[str, Any]], None] | None = None):
         if not _WHO.match(who):
             raise ValueError(f"who={who!r} cannot name an event file: use letters, digits and . _ @ -")
         self.path = Path(path)
         self.who = who
+        self._listener = listener
         self.bytes_written = 0
         self.events_written = 0
         self._lock = threading.Lock()
@@ -322,7 +347,7 @@ class EventLog:
         self._torn_bytes = torn_bytes(self._fd)
         if self._torn_bytes:
             with self._lock:
-                self._write(self._encode("torn_tail", None, None, {"tail_bytes": self._torn_bytes}))
+                self._write(to_json(self._row("torn_tail", None, None, {"tail_bytes": self._torn_bytes})).encode() + b"\n")
 
     def emit(self, event: str, *, step: int | None = None, epoch: Epoch | None = None, **fields: Any) -> None:
         """Append one event. Once this returns it survives the death of this process (not of the machine).
@@ -345,8 +370,11 @@ class EventLog:
         clash = [name for name in fields if name in HEADER]
         if clash:
             raise ValueError(f"event {event!r}: {', '.join(clash)} is set by the log itself")
+        row = self._row(event, step, epoch, fields)
         with self._lock:
-            self._write(self._encode(event, step, epoch, fields))
+            self._write(to_json(row).encode() + b"\n")
+        if self._listener:
+            self._listener(row)
 
     def sync(self) -> None:
         """Force what was written to the disk (survives the machine, not only the process)."""
@@ -364,8 +392,8 @@ class EventLog:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _encode(self, event: str, step: int | None, epoch: Epoch | None, fields: Mapping[str, Any]) -> bytes:
-        row = {
+    def _row(self, event: str, step: int | None, epoch: Epoch | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {
             "t_wall": round(time.time(), 6),
             "t_mono": round(time.monotonic(), 6),
             "who": self.who,
@@ -376,7 +404,6 @@ class EventLog:
             "event": event,
             **fields,
         }
-        return to_json(row).encode() + b"\n"
 
     def _write(self, line: bytes) -> None:
         """One write per line. Called with the lock held."""
@@ -437,45 +464,6 @@ def read_history(folder: str | os.PathLike[str]) -> History:
 def read_events(folder: str | os.PathLike[str]) -> list[Event]:
     """All events of a run, merged by wall time. See ``read_history`` for torn tails and errors."""
     return read_history(folder).events
-
-
-class Tail:
-    """Follows the events of a run that goes on: each call reads only what was appended since the one before.
-
-    A line that is still being written is left for the next call. Other damage raises ``EventLogError``, as in ``read_history``. A file
-    that became shorter was made anew (``--clean``): all is read again.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str]):
-        self._folder = Path(folder)
-        self._files: dict[Path, tuple[int, int, float]] = {}  # bytes and events read, the latest wall clock
-        self._keyed: list[tuple[float, str, int, Event]] = []
-
-    def events(self) -> list[Event]:
-        """All so far, merged by wall time as ``read_events`` does."""
-        if not self._folder.is_dir():
-            raise EventLogError(f"no event log: {self._folder} is not a folder (is it the `events` folder of a run?)")
-        paths = sorted(self._folder.glob("*.jsonl"))
-        if any(path not in paths or path.stat().st_size < done for path, (done, _, _) in self._files.items()):
-            self._files, self._keyed = {}, []
-        fresh = len(self._keyed)
-        for path in paths:
-            done, count, latest = self._files.get(path, (0, 0, -math.inf))
-            with path.open("rb") as file:
-                file.seek(done)
-                data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]
-            begin = whole.rfind(b"\n", 0, len(whole) - 1) + 1
-            if _parse(whole[begin:]) is None:
-                whole = whole[:begin]  # a fragment whose seal has not arrived
-            for event in _parse_lines(whole, path)[0]:
-                latest = max(latest, event.t_wall)
-                self._keyed.append((latest, path.name, count, event))
-                count += 1
-            self._files[path] = (done + len(whole), count, latest)
-        if len(self._keyed) > fresh:
-            self._keyed.sort(key=lambda item: item[:3])
-        return [item[3] for item in self._keyed]
 
 
 def seconds_between(first: Event, second: Event) -> float:
@@ -547,17 +535,17 @@ def torn_bytes(fd: int) -> int:
 
 
 def _read_file(path: Path) -> tuple[list[Event], list[TornTail]]:
-    return _parse_lines(path.read_bytes(), path)
+    return parse_lines(path.read_bytes(), path)
 
 
-def _parse_lines(data: bytes, path: Path) -> tuple[list[Event], list[TornTail]]:
+def parse_lines(data: bytes, path: Path) -> tuple[list[Event], list[TornTail]]:
     whole, _, rest = data.rpartition(b"\n")
     torn = [TornTail(path, len(rest))] if rest else []
     lines = whole.split(b"\n") if whole else []
     events: list[Event] = []
     fragment: tuple[int, int] | None = None  # line number, length
     for number, line in enumerate(lines, start=1):
-        event = _parse(line)
+        event = parse_line(line)
         if fragment is not None:
             if event is None or event.event != "torn_tail" or event.get("tail_bytes") != fragment[1]:
                 raise EventLogError(
@@ -575,7 +563,7 @@ def _parse_lines(data: bytes, path: Path) -> tuple[list[Event], list[TornTail]]:
     return events, torn
 
 
-def _parse(line: bytes) -> Event | None:
+def parse_line(line: bytes) -> Event | None:
     """One event, or None if the line is none. Unknown event names are kept: a newer version may write
     them."""
     try:

@@ -35,6 +35,7 @@ _PHASE_AFTER = {
     "link_used": "exchange", "reduce": "reduce", "reduced": "vote", "vote": "vote", "void": "begin", "apply": "idle", "skip": "idle", "keep": "idle",
     "release": "waits to be formed", "fenced": "fenced",
 }
+_EMPTY = ("dead", "vacant")  # phases of a place without a process
 ENDED = ("done", "failed", "interrupted", "gone")
 
 
@@ -87,6 +88,7 @@ class RunStatus:
     standbys: list[str] = field(default_factory=list)  # links that are ready for those who would survive a death
     ranks: list[RankStatus] = field(default_factory=list)
     spares: list[str] = field(default_factory=list)
+    engines: list[str] = field(default_factory=list)   # rollout engines with processes of their own
     unavailable: list[Unavailable] = field(default_factory=list)
     fresh: bool = False      # a pulse of the living lead was used
     dashboard: str = ""      # address, while the run serves one
@@ -129,6 +131,9 @@ def fold(folder: str, events: Sequence[Event], pulse: dict[str, Any] | None = No
                 warm[event.who] = None
             case "form":
                 warm.pop(event.who, None)
+                for left in places.values():
+                    if left.worker == event.who:  # its replica was given up, and it became a spare
+                        left.state, left.phase, left.since, left.reason = "out", "vacant", event.t_wall, "its process went elsewhere"
                 places[event["replica"], event["rank"]] = RankStatus(
                     event["replica"], event["rank"], event.who, event.pid, event.host, "in", "idle", None, event.t_wall
                 )
@@ -167,14 +172,14 @@ def fold(folder: str, events: Sequence[Event], pulse: dict[str, Any] | None = No
                 result.state, result.ended = event["status"], event.t_wall
         if event.who != "lead" and replica is not None and event.event in _PHASE_AFTER:
             where = places.get((replica, event.get("rank", -1)))
-            if where is not None and where.worker == event.who and where.phase != "dead":
+            if where is not None and where.worker == event.who and where.phase not in _EMPTY:
                 phase = "salvage" if event.get("salvage") and event.event == "compute" else _PHASE_AFTER[event.event]
                 step = event.step + 1 if event.event.startswith("heal") and event.step is not None else event.step
                 where.step = where.step if step is None else step
                 if where.phase != phase:
                     where.phase, where.since = phase, event.t_wall
     for place in places.values():
-        if (lost := out.get(place.replica)) is not None and place.phase != "dead":
+        if (lost := out.get(place.replica)) is not None and place.phase not in _EMPTY:
             place.state = "heals" if place.phase == "heal" or place.replica in result.healing else "forms"
             place.reason = f"rank {lost.replica}/{lost.rank}: {lost.cause}"
     usable = {life for replica, life in lives.items() if replica not in out}
@@ -182,7 +187,8 @@ def fold(folder: str, events: Sequence[Event], pulse: dict[str, Any] | None = No
     if result.link_building in (result.link, *ready):
         result.link_building = ""
     result.ranks = [places[key] for key in sorted(places)]
-    result.spares = list(warm)
+    result.spares = [worker for worker in warm if not worker.startswith("e")]
+    result.engines = [worker for worker in warm if worker.startswith("e")]
     result.unavailable = [out[replica] for replica in sorted(out)]
     _overlay(result, pulse, lead, now)
     return result
@@ -213,7 +219,7 @@ def _overlay(result: RunStatus, pulse: dict[str, Any] | None, lead: Event, now: 
     result.fresh = True
     for rank in result.ranks:
         said = pulse["ranks"].get(rank.worker)
-        if said is None or rank.phase == "dead" or pulse["t_wall"] - said["since_s"] <= rank.since:
+        if said is None or rank.phase in _EMPTY or pulse["t_wall"] - said["since_s"] <= rank.since:
             continue  # the event log knows of something newer
         rank.phase, rank.step, rank.since = said["phase"], said["step"], pulse["t_wall"] - said["since_s"]
 
@@ -292,6 +298,8 @@ def describe(state: RunStatus, now: float | None = None) -> Any:
     lines.append(table)
     lines.append(Text(f"link {state.link or 'none'}" + (f", standbys {', '.join(state.standbys)}" if state.standbys else "") + (f", building {state.link_building}" if state.link_building else "")))
     lines.append(Text(f"spares: {', '.join(state.spares) or 'none'}"))
+    if state.engines:
+        lines.append(Text(f"rollout engines: {', '.join(state.engines)}"))
     for lost in state.unavailable:
         lines.append(Text(f"replica {lost.replica} is out for {_ago(now - lost.since)}, since step {lost.step}: rank {lost.replica}/{lost.rank}: "
                           f"{lost.cause}; waits for {lost.waits_for}"))

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from everstep.run_dir import open_run_dir
-from everstep.telemetry.events import Event, Tail
+from everstep.telemetry.events import Event
 from everstep.telemetry.goodput import PARTS, Goodput, goodput
 from everstep.telemetry.metrics import read_metrics
 from everstep.telemetry.recoveries import Account, Recovery, account, recoveries
 from everstep.telemetry.report import marks
 from everstep.telemetry.status import RunStatus, fold, read_pulse
+from everstep.telemetry.tail import Tail
 
 COLUMNS = 800         # of the time line
 POINTS = 600          # of one curve: more are thinned out
@@ -106,7 +107,7 @@ def as_page(story: Story) -> dict[str, Any]:
     return {
         "status": story.status.as_json(),
         "account": dataclasses.asdict(story.account) | {"exact": story.account.exact},
-        "recoveries": [dataclasses.asdict(recovery) for recovery in story.recoveries],
+        "recoveries": [dataclasses.asdict(recovery) | {"who": recovery.who} for recovery in story.recoveries],
         "goodput": {
             "wall_s": good.wall_s, "ettr": good.ettr, "goodput": good.goodput, "share": good.share, "total_s": good.total,
             "samples_per_second": good.samples_per_second,
@@ -178,6 +179,8 @@ def timeline(events: Sequence[Event]) -> list[dict[str, Any]]:
         "join": lambda e: f"takes part again; replicas {e['members']}",
         "save": lambda e: f"checkpoint in {e['seconds']:.2f} s",
         "drop": lambda e: f"{len(e['samples'])} samples dropped: {e['reason']}",
+        "failure": lambda e: f"{e['failure_class']}: {'; '.join(e['evidence'])}",
+        "diagnosis": lambda e: f"what every rank did: {e['path']}",
         "straggler": lambda e: f"slow in {e['phase']}: {e['ratio']:.2f} times its peers",
         "corruption": lambda e: f"its state differs from that of the others: {e['action']}",
         "spike": lambda e: f"{e['metric']} is {e['value']:.4g}; usual is {e['usual']:.4g}",

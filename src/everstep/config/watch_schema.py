@@ -1,0 +1,91 @@
+"""Sections of the configuration about watching a run: logs, alerts, stragglers, spikes, corruption, diagnosis."""
+
+from __future__ import annotations
+
+from pydantic import Field, field_validator, model_validator
+
+from everstep.config.section import Section
+
+
+class LogConfig(Section):
+    """The structured logs, RUN/logs/attempt-N/*.jsonl."""
+
+    level: str = Field(
+        "info",
+        description="What is logged: one of debug, info, warning, error, then levels of modules, as in `info,recovery=debug,engine=error`. "
+        "The environment variable EVERSTEP_LOG replaces it.",
+    )
+    max_bytes: int = Field(16 << 20, ge=4096, description="A process's structured log is rotated when it reaches this size.")
+    keep: int = Field(3, ge=1, description="Rotated log files kept of each process, besides the one that is written.")
+
+    @field_validator("level")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        from everstep.telemetry.logs import parse_levels
+
+        parse_levels(value)
+        return value
+
+
+class AlertConfig(Section):
+    """Whom to tell of what. The lead tells; a hook that is slow or fails never holds training up."""
+
+    events: list[str] = Field(
+        min_length=1,
+        description="Kinds of events (docs/events.md) that are told, such as death, error, run_end, straggler, corruption, spike.",
+    )
+    url: str | None = Field(None, description="Webhook (http or https): gets a POST with the event as JSON, and a line of `text` in it.")
+    command: list[str] | None = Field(
+        None, min_length=1, description="Program with its arguments: gets the event as JSON on its standard input, EVERSTEP_EVENT and EVERSTEP_TEXT."
+    )
+    timeout_s: float = Field(10.0, gt=0, description="Seconds after which one delivery is given up.")
+    every_s: float = Field(0.0, ge=0, description="At least so many seconds between two deliveries of one kind; what comes sooner is counted in the next.")
+
+    @field_validator("events")
+    @classmethod
+    def _kinds(cls, value: list[str]) -> list[str]:
+        from everstep.telemetry.events import EVENTS
+
+        unknown = [kind for kind in value if kind not in EVENTS]
+        if unknown:
+            raise ValueError(f"unknown kind of event {unknown[0]!r}; docs/events.md lists them")
+        return value
+
+    @model_validator(mode="after")
+    def _one_way(self) -> AlertConfig:
+        if (self.url is None) == (self.command is None):
+            raise ValueError("an alert needs a url or a command, and not both")
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url={self.url}: not a http:// or https:// address")
+        return self
+
+
+class WatchConfig(Section):
+    """What the lead looks for while a run goes on."""
+
+    straggler_ratio: float = Field(
+        1.2, gt=1, description="A rank whose own work takes more than this times the median of its peers' (the ranks of the same position in "
+        "the other replicas) is a straggler, once that has gone on for watch.straggler_for_s.",
+    )
+    straggler_for_s: float = Field(
+        60.0, ge=0, description="Seconds for which a rank must have been slow, in the median of its steps, before it is reported.",
+    )
+    replace_stragglers: bool = Field(
+        False,
+        description="Replace a reported straggler by a warm spare, at a step boundary; without a spare it stays. Its process ends.",
+    )
+    spike_ratio: float = Field(
+        3.0, ge=0, description="A loss or gradient norm is a spike if it is more than this many times the median of the last steps, more than all of them, and "
+        "far outside their spread (six scaled median deviations). 0: off.",
+    )
+    spike_steps: int = Field(50, ge=8, description="Steps that a spike is compared with.")
+    evict_corrupt: bool = Field(
+        True,
+        description="When train.verify_every finds that the states of replicas differ, and most of them agree: replace the ranks that differ "
+        "and go on. false, or no majority: the run ends (exit code 4).",
+    )
+    diagnose: bool = Field(
+        True,
+        description="Before a rank that hangs or is silent is killed, write the Python stacks of all ranks, and torch's record of their last "
+        "collectives, to RUN/diagnosis.",
+    )

@@ -1,0 +1,189 @@
+"""What everybody was doing when somebody had to be killed, written to ``RUN/diagnosis/`` before that.
+
+    RUN/diagnosis/step-000025-w4/
+      summary.json            who, why; of every rank: place, step, phase, for how long; who is behind
+      w4.kernel.json          what the operating system says of the process and its threads (this machine only)
+      w4.stacks, w0.stacks    Python stacks of all threads
+      w0.collectives.json     torch's flight recorder: the last collectives of NCCL or gloo, and which did not complete
+
+Stacks come by a signal that Python's ``faulthandler`` serves in C: also a process whose interpreter lock is stuck writes them. A stopped process
+(SIGSTOP) serves no signal; of it py-spy reads the stacks from outside, if it is installed. The flight recorder is asked for over
+the control channel, whose thread lives in a rank that merely hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from everstep.telemetry.events import to_json
+
+LOG = logging.getLogger(__name__)
+SIGNAL = signal.SIGUSR2
+WAIT_S = 1.0        # for what ranks write; survivors do not wait for it
+PY_SPY_S = 5.0
+HEAD_START_S = 0.05  # in which the signals are sent before the others are told to go on without the rank
+
+# -- in a worker -----------------------------------------------------------------------------------------------------------------------
+
+_stacks: IO[str] | None = None  # faulthandler needs an open file for as long as the process lives
+
+
+def register(path: Path) -> None:
+    """From now on this process answers :data:`SIGNAL` with the stacks of all its threads, appended to ``path``. Main thread only."""
+    global _stacks
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _stacks = path.open("a")
+    faulthandler.register(SIGNAL, file=_stacks, all_threads=True, chain=False)
+
+
+def write_collectives(folder: str, worker: str) -> None:
+    """torch's record of this process's last collectives, if this build of torch keeps one."""
+    from torch._C import _distributed_c10d as c10d
+
+    dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        return
+    with contextlib.suppress(OSError):  # the folder is made by the lead, and gone with the run
+        (Path(folder) / f"{worker}.collectives.json").write_bytes(dump())
+
+
+# -- in the lead -----------------------------------------------------------------------------------------------------------------------
+
+
+class Diagnosis:
+    """``send(worker, signal)`` delivers a signal; ``order(worker, message)`` sends a message over the control channel; ``processes()``:
+    worker -> (pid, host); ``stacks(worker)``: the file of its stacks; ``told(folder, worker)``: it is complete."""
+
+    def __init__(
+        self, folder: Path, send: Callable[[str, int], None], order: Callable[[str, Mapping[str, Any]], bool],
+        processes: Callable[[], Mapping[str, tuple[int, str]]], stacks: Callable[[str], Path], told: Callable[[Path, str], None],
+    ):
+        self._folder, self._send, self._order, self._processes, self._stacks, self._told = folder, send, order, processes, stacks, told
+        self._running: dict[str, threading.Thread] = {}
+
+    def take(self, worker: str, cause: str, step: int, whereabouts: Mapping[str, Mapping[str, Any]]) -> None:
+        """Begin to write down what all ranks do. Returns once the signals are sent, or after :data:`HEAD_START_S`; never raises."""
+        thread = threading.Thread(target=self._take, args=(worker, cause, step, whereabouts), name=f"diagnosis-{worker}", daemon=True)
+        self._running[worker] = thread
+        thread.start()
+        thread.join(HEAD_START_S)
+
+    def finish(self, worker: str) -> None:
+        """Before this worker is killed: wait until what it can still tell is written, with a deadline."""
+        if thread := self._running.pop(worker, None):
+            thread.join(WAIT_S + PY_SPY_S + 1.0)
+
+    def _take(self, worker: str, cause: str, step: int, whereabouts: Mapping[str, Mapping[str, Any]]) -> None:
+        try:
+            folder = self._folder / f"step-{step:06d}-{worker}"
+            folder.mkdir(parents=True, exist_ok=True)
+            before = {w: _size(self._stacks(w)) for w in whereabouts}
+            for each in sorted(whereabouts, key=lambda w: w != worker):  # the one that will be killed first
+                with contextlib.suppress(Exception):  # gone, or its node is: that is in the summary by its absence
+                    self._send(each, SIGNAL)
+                self._order(each, {"type": "diagnose", "folder": str(folder)})
+            summary = {"worker": worker, "cause": cause, "step": step, "t_wall": time.time(), "behind": behind(whereabouts), "ranks": whereabouts}
+            (folder / "summary.json").write_text(to_json(summary))
+            self._outside(folder, worker)
+            self._collect(folder, worker, before)
+            self._told(folder, worker)
+        except OSError as error:
+            LOG.warning("the diagnosis of %s could not be written: %s", worker, error)
+
+    def _collect(self, folder: Path, worker: str, before: Mapping[str, int]) -> None:
+        """The stacks that each rank wrote since, as they come. Of one that answers nothing py-spy is asked."""
+        owing, end = dict(before), time.monotonic() + WAIT_S
+        while owing and time.monotonic() < end:
+            time.sleep(0.02)
+            for each, size in list(owing.items()):
+                text = _after(self._stacks(each), size)
+                if text and _after(self._stacks(each), size) == text and text.endswith("\n"):
+                    (folder / f"{each}.stacks").write_text(text)
+                    del owing[each]
+        pid, host = self._processes().get(worker, (0, ""))
+        spy = shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable))
+        if worker in owing and spy and host == socket.gethostname():
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                done = subprocess.run([spy, "dump", "--pid", str(pid), "--nonblocking"], capture_output=True, text=True, timeout=PY_SPY_S)
+                if done.stdout:
+                    (folder / f"{worker}.stacks").write_text(done.stdout)
+
+    def _outside(self, folder: Path, worker: str) -> None:
+        pid, host = self._processes().get(worker, (0, ""))
+        if pid and host == socket.gethostname():
+            (folder / f"{worker}.kernel.json").write_text(json.dumps(kernel_view(pid), indent=1))
+
+
+def behind(whereabouts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The ranks that are at the earliest point of the step in progress, as ``REPLICA/RANK in PHASE``."""
+    from everstep.recovery.progress import ORDER
+
+    placed = [w for w in whereabouts.values() if w["replica"] >= 0 and w["phase"] in ORDER]
+    points = [(w["step"], ORDER.index(w["phase"]) if w["phase"] != "idle" else len(ORDER)) for w in placed]
+    return [f"{w['replica']}/{w['rank']} in {w['phase']} of step {w['step']} for {w['since_s']:.1f} s"
+            for w, point in zip(placed, points, strict=True) if point == min(points)]
+
+
+def kernel_view(pid: int) -> dict[str, Any]:
+    """Of a process of this machine: its state, memory, and what each of its threads waits for in the kernel. Empty if it is gone."""
+    root = Path("/proc") / str(pid)
+    view: dict[str, Any] = {}
+    wanted = ("State", "Threads", "VmRSS", "VmHWM", "SigQ", "voluntary_ctxt_switches")
+    try:
+        view = {key: value.strip() for key, _, value in (line.partition(":") for line in (root / "status").read_text().splitlines()) if key in wanted}
+        view["threads"] = {}
+        for task in sorted((root / "task").iterdir(), key=lambda path: int(path.name))[:256]:
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                stat = (task / "stat").read_text().rsplit(")", 1)[1].split()
+                view["threads"][task.name] = {"name": (task / "comm").read_text().strip(), "state": stat[0], "waits_in": _read(task / "wchan"),
+                                              "cpu_s": (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")}
+    except OSError:
+        pass
+    return view
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _after(path: Path, size: int) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(size)
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def report(folder: Path) -> Sequence[str]:
+    """One line for each diagnosis of a run: where it is, and who was behind."""
+    found = []
+    for path in sorted((folder / "diagnosis").glob("*/summary.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            summary = json.loads(path.read_text())
+            found.append(f"{path.parent}: {summary['cause']}; behind: {'; '.join(summary['behind']) or 'nobody'}")
+    return found

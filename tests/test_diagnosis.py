@@ -1,0 +1,114 @@
+"""What is written down before a rank is killed: real hangs, frozen processes and stuck interpreter locks, told from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.support.runs import SFT, Finished, config, finish
+from tests.test_faults import assert_invariants
+
+from everstep.cluster.forked import ForkedHost
+from everstep.telemetry import diagnosis
+from everstep.telemetry.diagnosis import behind, kernel_view
+
+VICTIMS = {"hang": ("w1", 1, 6), "gil": ("w2", 2, 14), "stop": ("w0", 0, 22)}  # worker, replica, step
+
+
+@pytest.fixture(scope="module")
+def struck(tmp_path_factory) -> Finished:
+    """One run in which three ranks stop to work in three ways, each in its compute."""
+    faults = ", ".join(f"{{step: {step}, phase: compute, kind: {kind}, replica: {replica}}}" for kind, (_, replica, step) in VICTIMS.items())
+    return finish(config(
+        SFT, tmp_path_factory.mktemp("struck") / "run", "layout.replicas=3", "layout.spares=3", "sft.steps=30", "recovery.heartbeat_s=0.2",
+        "recovery.silence_s=1.5", "recovery.progress_timeout_s=1.5", "checkpoint.at_end=false", f"faults=[{faults}]",
+    ), host=ForkedHost)
+
+
+def of(run: Finished, worker: str) -> Path:
+    (event,) = [e for e in run.kind("diagnosis") if e["worker"] == worker]
+    return Path(event["path"])
+
+
+@pytest.mark.parametrize("kind", VICTIMS)
+def test_each_is_diagnosed_before_it_is_killed(struck: Finished, kind: str) -> None:
+    worker, replica, step = VICTIMS[kind]
+    folder = of(struck, worker)
+    assert folder.name == f"step-{step:06d}-{worker}"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["worker"] == worker and summary["ranks"][worker]["phase"] == "compute"
+    assert [text.split(" for ")[0] for text in summary["behind"]] == [f"{replica}/0 in compute of step {step}"]
+    death = next(e for e in struck.kind("death") if e["worker"] == worker)
+    assert summary["cause"] == death["cause"] and ("no progress" in death["cause"]) == (kind == "hang")
+    told = next(e for e in struck.kind("diagnosis") if e["worker"] == worker)
+    killed = next(e for e in struck.kind("expel") if e["worker"] == worker)
+    assert told.t_mono <= killed.t_mono, "it must be written before the process is gone"
+    assert json.loads((folder / f"{worker}.kernel.json").read_text())["threads"]
+
+
+def test_the_stacks_show_where_each_stood(struck: Finished) -> None:
+    """The one that hangs: in the injected wait. The one with the stuck lock: its other thread in the C call that keeps it."""
+    hung = (of(struck, "w1") / "w1.stacks").read_text()
+    assert "victim.py" in hung and "most recent call first" in hung and "train_step" in hung
+    stuck = (of(struck, "w2") / "w2.stacks").read_text()
+    assert "victim.py" in stuck
+    peers = [path.read_text() for path in of(struck, "w1").glob("*.stacks") if path.stem != "w1"]
+    assert len(peers) >= 2 and any("link.py" in text or "transaction.py" in text for text in peers)
+
+
+def test_a_stopped_process_is_seen_from_outside(struck: Finished) -> None:
+    folder = of(struck, "w0")
+    assert json.loads((folder / "w0.kernel.json").read_text())["State"].startswith("T")
+    if shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable)):
+        assert "train_step" in (folder / "w0.stacks").read_text()
+
+
+def test_the_flight_recorder_of_a_living_peer_is_there(struck: Finished) -> None:
+    records = [json.loads(path.read_text()) for path in of(struck, "w1").glob("*.collectives.json")]
+    assert records and any(entry["profiling_name"].startswith("gloo:") for record in records for entry in record["entries"])
+    assert (of(struck, "w1") / "w1.collectives.json").exists(), "a rank that hangs still answers on its control thread"
+
+
+def test_nothing_is_lost_by_it(struck: Finished) -> None:
+    assert_invariants(struck, steps=30)
+    assert any(str(of(struck, "w1")) in line for line in diagnosis.report(struck.folder))
+
+
+def test_a_process_that_serves_no_interpreter_still_writes_its_stacks(tmp_path: Path) -> None:
+    """faulthandler answers in C: the interpreter lock is held by a call that never returns."""
+    code = ("import ctypes, sys, threading; from pathlib import Path; from everstep.telemetry import diagnosis; "
+            "diagnosis.register(Path(sys.argv[1])); print('up', flush=True); ctypes.PyDLL(None).sleep(60)")
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "p.stacks")], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout and process.stdout.readline()
+        time.sleep(0.2)
+        process.send_signal(diagnosis.SIGNAL)
+        until = time.monotonic() + 5
+        while not (text := (tmp_path / "p.stacks").read_text()).endswith("\n") and time.monotonic() < until:
+            time.sleep(0.02)
+        assert "most recent call first" in text and process.poll() is None, "and it lives on"
+        process.send_signal(signal.SIGSTOP)
+        while not kernel_view(process.pid)["State"].startswith("T") and time.monotonic() < until:
+            time.sleep(0.01)
+        assert kernel_view(process.pid)["State"].startswith("T")
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert kernel_view(process.pid) == {}
+
+
+def test_who_is_behind() -> None:
+    def at(replica: int, step: int, phase: str) -> dict[str, object]:
+        return {"replica": replica, "rank": 0, "step": step, "phase": phase, "since_s": 2.0}
+
+    assert behind({"a": at(0, 5, "reduce"), "b": at(1, 5, "compute"), "c": at(-1, 0, "idle")}) == ["1/0 in compute of step 5 for 2.0 s"]
+    assert behind({"a": at(0, 5, "idle"), "b": at(1, 5, "apply")}) == ["1/0 in apply of step 5 for 2.0 s"]
+    assert behind({}) == []

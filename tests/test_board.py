@@ -1,14 +1,16 @@
-"""The board alone, and what else of the lighthouse needs no process: decisions, addresses, devices, environment, the resumed coordinator."""
+"""The board alone, and what else of the lighthouse needs no process: decisions, addresses, devices, environment, the coordinator that takes over."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everstep.cluster import takeover
 from everstep.cluster.environment import lighthouse_address, machines, placed
 from everstep.cluster.lighthouse import Ports, pack_journal, serve, unpack_journal
 from everstep.cluster.up import Child, share_devices
@@ -173,15 +175,16 @@ def test_a_coordinator_goes_on_where_the_log_of_another_ends(tmp_path: Path) -> 
     log.close()
 
     assert commitlog.is_open(log.path)
-    again = CommitLog(log.path, go_on=True)
-    past = again.past.open_records
-    assert past[-1].kind is Kind.COMMIT and past[-1].step == 1 and again.incarnation == 2
+    again = CommitLog(log.path, takeover=True)
+    last = again.past.last
+    assert last and last == again.past.commit and last.step == 1 and again.incarnation == 2
     second = Coordinator(again.incarnation)
-    (record,) = second.resume(past[-1], [A], past[-1].number)
+    (record,) = second.take_over(last, again.past.commit, [A], 2)
+    assert (record.kind, record.step, record.epoch) == (Kind.COMMIT, 1, last.epoch), "sent again, for whoever did not hear it"
     assert record.view.members == (A,) and record.view.committed == second.committed == 1
-    assert record.view.epoch > past[-1].view.epoch and record.number > past[-1].number
-    assert record.view.deal.number > past[-1].view.deal.number, "who computed what of the step, only the dead coordinator knew"
-    assert record.view.link_id != past[-1].view.link_id and second.state is State.VOTING
+    assert record.view.epoch > last.view.epoch and record.number > last.number
+    assert record.view.deal.number > last.view.deal.number, "who computed what of the step, only the dead coordinator knew"
+    assert record.view.link_id != last.view.link_id and second.state is State.VOTING
     second.begin(2, (("u",),))
     again.write(record)
     (commit,) = second.vote(Vote("w0", 2, second.view.epoch, 7, 1.0, 5, True, (0,)))
@@ -190,16 +193,41 @@ def test_a_coordinator_goes_on_where_the_log_of_another_ends(tmp_path: Path) -> 
     again.close()
     assert not commitlog.is_open(log.path)
     third = CommitLog(log.path)
-    assert third.past.open_records == () and third.incarnation == 3
+    assert third.past.last is None and third.incarnation == 3
     third.close()
 
 
-def test_nobody_came_back(tmp_path: Path) -> None:
+def test_nobody_came_back() -> None:
     first = Coordinator(1)
     (record, *_) = first.open([A])
     second = Coordinator(2)
-    second.resume(record, [], record.number)
-    assert second.state is State.LOST
+    second.take_over(record, None, [], 1, [A])
+    assert second.state is State.LOST and not second.view.members, "nobody can heal from nobody"
+
+
+def test_a_replica_that_was_healing_heals_anew_under_another_coordinator() -> None:
+    """Under a new number: a rank that is in the middle of the old heal must leave it."""
+    first = Coordinator(1)
+    first.open([A])
+    first.joiner(B)
+    build = first.build
+    assert build
+    for worker in ("w0", "w1"):
+        first.link_ready(worker, build.link_id)
+    first.begin(1, (("s",),))
+    (last, *_) = first.vote(Vote("w0", 1, first.view.epoch, 7, 2.0, 5, True, (0,)))
+    (old,) = last.view.heals
+    holds: Callable[[str, int | None], takeover.Told] = lambda worker, version: takeover.Told(
+        last, last, (int(worker[1]), 0, 0), version, None, False
+    )
+    told = {"w0": holds("w0", 1), "w1": holds("w1", None)}
+    decided = takeover.decide(commitlog.Past(1, 1, last, last, {0: A, 1: B}), told, Path("run"))
+    assert (decided.members, decided.healing) == ([A], [B])
+    second = Coordinator(2)
+    (record, *_) = second.take_over(last, last, decided.members, 2, decided.healing)
+    (heal,) = record.view.heals
+    assert heal.number != old.number and (heal.replica, heal.source, heal.version) == (1, 0, 1)
+    assert record.view.contributors == (0,) and record.view.deal.replicas == (0,)
 
 
 # ---------------------------------------- addresses, machines, devices

@@ -222,7 +222,7 @@ def shuffle_the_log(patch) -> None:
 
 def name_links_by_members(patch) -> None:
     """Rule 9: a link is named by its members alone."""
-    patch.setattr(coordinator_module, "link_name", lambda members, number: "+".join(map(str, members)))
+    patch.setattr(coordinator_module, "link_name", lambda members, incarnation, number: "+".join(map(str, members)))
 
 
 def name_a_standby_too_early(patch) -> None:

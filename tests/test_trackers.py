@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -68,9 +69,17 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not failures
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2 and {file.name for file in files} == {f"run-{(tmp_path / 'wandb' / 'run_id').read_text()}.wandb"}  # one run
-    contents = [file.read_bytes() for file in files]
-    assert all(b"train/loss" in content and b"samples" in content for content in contents)
-    assert [any(number in content for content in contents) for number in (b"2.5", b"3.5")] == [True, True]
+    needles = [b"train/loss", b"samples"]
+
+    def written() -> bool:
+        contents = [file.read_bytes() for file in files]
+        both = all(needle in content for content in contents for needle in needles)
+        return both and all(any(number in content for content in contents) for number in (b"2.5", b"3.5"))
+
+    end = time.monotonic() + 30.0  # wandb's own process writes, and may be behind
+    while not written() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert written()
 
 
 def test_mlflow_with_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,13 +24,14 @@ def test_the_best_needs_something_to_be_found_by(tmp_path):
 
 def test_the_best_checkpoint_outlives_newer_ones_and_a_resume_knows_how_good_it_was(tmp_path):
     """A learning rate that spoils the model after some steps: the best is in the middle."""
-    conf = config(SFT, tmp_path / "run", *ONE, "sft.steps=8", "sft.eval_every=2", "data.eval_source=${data.source}", "data.eval_source_args=${data.source_args}",
-                  "sft.eval_samples=32", "checkpoint.keep_best=true", "checkpoint.asynchronous=false", "checkpoint.keep_last=1", "checkpoint.every_steps=2", "optimizer.lr=3e-2",
+    conf = config(SFT, tmp_path / "run", *ONE, "sft.steps=8", "sft.eval_every=2", "data.eval_source=${data.source}",
+                  "sft.eval_samples=32", "checkpoint.keep_best=true", "checkpoint.asynchronous=false", "checkpoint.keep_last=1", "checkpoint.every_steps=2", "optimizer.lr=0.3",
                   "optimizer.schedule=constant", "optimizer.warmup_steps=0")
     run = finish(conf, host=ForkedHost)
     losses = {int(row["step"]): row["val/loss"] for row in read_metrics(run.folder / "metrics.jsonl") if "val/loss" in row}
     assert sorted(losses) == [2, 4, 6, 8]
     best = min(losses, key=lambda step: losses[step])
+    assert best < 8, "the learning rate is to spoil the model"
     checkpoints = run.folder / "checkpoints"
     named = manifest.pointed_at(checkpoints, manifest.BEST)
     assert named == checkpoints / manifest.folder_name(best) and manifest.damage(named) is None

@@ -55,16 +55,24 @@ def train(
     config: Config_,
     overrides: Overrides = None,
     clean: Annotated[bool, typer.Option("--clean", help="Delete what an earlier run left in run_dir.")] = False,
+    attach: Annotated[
+        bool, typer.Option("--attach", help="Take over the workers of a run whose controller was killed.")
+    ] = False,
     debug: Debug = False,
 ) -> int:
     """Train as CONFIG says."""
     from everstep.config.load import load_config
 
     loaded = load_config(config, overrides or [])
+    same = ["train", config, *(overrides or []), *(["--clean"] * clean), *(["--debug"] * debug)]
+    from everstep import supervisor
+
+    if supervisor.wanted(loaded):
+        return supervisor.supervise(loaded, [*same, *(["--attach"] * attach)])
     from everstep.driver import run as run_recipe
 
-    again = ["-m", "everstep", "train", config, *(overrides or []), *(["--clean"] * clean), *(["--debug"] * debug)]
-    return run_recipe(loaded, program=again, clean=clean)
+    again = ["-m", "everstep", *same]
+    return run_recipe(loaded, program=again, clean=clean, attach=attach)
 
 
 @app.command(context_settings=_OVERRIDES)

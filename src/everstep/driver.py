@@ -30,11 +30,12 @@ from everstep.config.check import check
 from everstep.config.schema import Config
 from everstep.data import PreparedData
 from everstep.data import check as check_data
-from everstep.errors import BelowMinimum, EverstepError, Interrupted, InvariantViolated
+from everstep.errors import BadInput, BelowMinimum, EverstepError, Interrupted, InvariantViolated, RolledBack
 from everstep.recipes import dpo, grpo, ppo, sft
 from everstep.recipes.run import Run
+from everstep.recovery import rendezvous
 from everstep.recovery.view import Kind, Record
-from everstep.run_dir import RunDir, check_run_dir, checkpoints_of
+from everstep.run_dir import RunDir, check_run_dir, checkpoints_of, open_run_dir
 from everstep.telemetry import logs
 from everstep.telemetry.console import Console
 from everstep.telemetry.events import EventLog, read_events
@@ -87,9 +88,12 @@ def launch(config: Config | str | os.PathLike[str], overrides: Sequence[str] = (
 
 
 def run(
-    config: Config, *, program: Sequence[str] = (), clean: bool = False, host: Callable[[Config], Host] | None = None
+    config: Config, *, program: Sequence[str] = (), clean: bool = False, host: Callable[[Config], Host] | None = None,
+    attach: bool = False,
 ) -> int:
     """Run ``config.recipe`` from start (or checkpoint) to end; returns 0. Raises EverstepError.
+
+    ``attach``: take over the workers of a controller of this run that was killed, and go on after the last committed step.
 
     ``program``: the command that torchrun shall start on every rank, for ``launcher=local`` outside torchrun. ``host``: makes what
     starts the workers, in the place of Ray.
@@ -100,14 +104,16 @@ def run(
     inside = environment.inside_torchrun()
     if launcher == "ray" or not inside or os.environ.get("RANK") == "0":
         check(config)
-        if config.replica.id is None:  # else the lighthouse looks: only it knows whether the run goes on
+        if attach:
+            check_attach(config, clean, launcher)
+        elif config.replica.id is None:  # else the lighthouse looks: only it knows whether the run goes on
             check_run_dir(config, clean)
     config = logs.with_environment(config, os.environ)
     if launcher == "local" and not inside:
         check_data(config)
         return torchrun.launch(config, program, lambda text: print(f"everstep: {text}", file=sys.stderr))
     with _Interrupts() as interrupts:
-        return _run(config, check_data(config), launcher, clean, interrupts, host)
+        return _run(config, check_data(config), launcher, clean, interrupts, host, attach)
 
 
 def run_replicas(config: Config, program: Sequence[str], clean: bool) -> int:
@@ -123,11 +129,12 @@ def run_replicas(config: Config, program: Sequence[str], clean: bool) -> int:
 
 
 def _run(
-    config: Config, data: PreparedData, launcher: str, clean: bool, interrupts: _Interrupts, host: Callable[[Config], Host] | None
+    config: Config, data: PreparedData, launcher: str, clean: bool, interrupts: _Interrupts, host: Callable[[Config], Host] | None,
+    attach: bool,
 ) -> int:
     watching = Watching(config)
     try:
-        run_dir, chosen, events, entry = _enter(config, clean, launcher, watching)
+        run_dir, chosen, events, entry = _enter_again(config, watching) if attach else _enter(config, clean, launcher, watching)
     except BaseException:
         watching.close()
         raise
@@ -145,7 +152,7 @@ def _run(
         if console and watching.dashboard:
             console.note(f"dashboard: {watching.dashboard}")
         on_record = _follow(console, run_dir, config.layout.replicas, ongoing) if console else None
-        group = _start_group(config, launcher, run_dir, events, on_record, entry, host)
+        group = _start_group(config, launcher, run_dir, events, on_record, entry, host, attach)
         if group.is_lead and config.replica.id is None:  # else the lighthouse does
             watching.follow(run_dir, group.status)
         track: Callable[[int], Metrics] = lambda step: Metrics(
@@ -153,16 +160,21 @@ def _run(
         )
         open_metrics: Callable[[int], Metrics] | None = None
         if launcher == "ray":
-            metrics = track(chosen.step)
+            metrics = track(group.committed_step if attach else chosen.step)
         elif lead:
             own_events = group.events  # type: ignore[attr-defined]
             open_metrics = lambda step: track(step - 1)
         if chosen.path:
             group.load(chosen.path)
-        the_run = Run(config, group, data, console, metrics, own_events, ongoing, open_metrics=open_metrics)
-        RECIPES[config.recipe](the_run)
-        the_run.finish_saves()
-        digest = group.verify()
+        while True:
+            the_run = Run(config, group, data, console, metrics, own_events, ongoing, open_metrics=open_metrics)
+            try:
+                RECIPES[config.recipe](the_run)
+                the_run.finish_saves()
+                digest = group.verify()
+                break
+            except RolledBack as back:  # the recipe goes on from the state that it had at that step, as a resumed run would
+                the_run.note(str(back))
         status = "done"
         if console and group.is_lead:
             console.stop()
@@ -226,25 +238,50 @@ def _enter(
     return run_dir, chosen, events, None
 
 
+def check_attach(config: Config, clean: bool, launcher: str) -> None:
+    """What ``--attach`` refuses before it touches anything. Raises BadInput."""
+    if launcher != "ray":
+        raise BadInput(f"--attach: with launcher={launcher} workers do not outlive a rank's death; start again with resume=auto")
+    if clean:
+        raise BadInput("--clean deletes the run that --attach would go on with; give one of them")
+    if config.recovery.controller_grace_s <= 0:
+        raise BadInput("--attach needs recovery.controller_grace_s above 0, in the run that is taken over too; start again with resume=auto")
+    run_dir = open_run_dir(config.run_dir)
+    if rendezvous.find(run_dir.path) is None:
+        raise BadInput(f"--attach: in {run_dir.path} nobody waits for a controller; start again with resume=auto")
+    if differing := config_files.differing(config, run_dir.configs / "resolved.yaml"):
+        raise BadInput(
+            f"--attach: the run in {run_dir.path} was started with another {', '.join(differing)}; give the same configuration"
+        )
+
+
+def _enter_again(config: Config, watching: Watching) -> tuple[RunDir, Chosen, EventLog, None]:
+    """The folder of a run that goes on with its workers: no new attempt."""
+    run_dir = open_run_dir(config.run_dir)
+    watching.begin(run_dir, own_log=True)
+    return run_dir, Chosen("attach"), EventLog(run_dir.events / "lead.jsonl", "lead", watching.alerts.offer), None
+
+
 def _start_group(
     config: Config, launcher: str, run_dir: RunDir, events: EventLog | None, on_record: Any, entry: Entry | None,
-    host: Callable[[Config], Host] | None = None,
+    host: Callable[[Config], Host] | None = None, attach: bool = False,
 ) -> Group:
     if launcher == "ray":
         from everstep.cluster.controller import Controller
 
         assert events is not None
-        return Controller(config, run_dir, events, (host or _ray_host)(config), on_record)
+        made = host(config) if host else _ray_host(config, rendezvous.find(run_dir.path) if attach else None)
+        return Controller(config, run_dir, events, made, on_record, attach)
     from everstep.cluster.local import LocalGroup
 
     assert entry is not None
     return LocalGroup(config, entry)
 
 
-def _ray_host(config: Config) -> Host:
+def _ray_host(config: Config, before: rendezvous.Announcement | None) -> Host:
     from everstep.cluster.ray import RayHost
 
-    return RayHost(config, derive.layout(config))
+    return RayHost(config, derive.layout(config), before.host if before else None)
 
 
 def _follow(console: Console, run_dir: RunDir, replicas: int, ongoing: Ongoing) -> Any:
@@ -293,6 +330,9 @@ def _introduce(
     for dataset in (data.train, data.eval, data.warmup):
         if dataset and dataset.dropped:
             console.note(f"{dataset.key}: {len(dataset.dropped)} records left out, the first: {dataset.dropped[0].reason}")
+    if chosen.resume == "attach":
+        console.note("taking over from a controller that was killed")
+        return
     if config.resume != "never":
         console.note(entry.explained if entry else chosen.explain())
     console.note("starting the processes")

@@ -52,8 +52,21 @@ class CoordinatorLost(Fenced):
     without knowing, so it stops contributing. The coordinator, if it lives, expels it and goes on with the others."""
 
 
+class Superseded(Fenced):
+    """A call of a controller that is gone: the one that took over makes it anew. The rank lives and keeps its state."""
+
+
 class NotEnoughReplicas(EverstepError):
     """Fewer living replicas than ``recovery.min_replicas``; the run stops and can be resumed."""
+
+
+class RolledBack(EverstepError):
+    """No living replica held the last committed step; all went back to the last copy of an older one (``step``). Never leaves the
+    driver: it enters the recipe again, with the state that the recipe had then."""
+
+    def __init__(self, step: int, message: str):
+        super().__init__(message)
+        self.step = step
 
 
 class BelowMinimum(NotEnoughReplicas):

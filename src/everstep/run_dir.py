@@ -24,6 +24,7 @@ OWN_ENTRIES = (
     "configs",
     "checkpoints",
     "commits.log",
+    "controller.json",
     "control.json",
     "logs",
     "events",

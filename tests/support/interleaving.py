@@ -150,7 +150,7 @@ class Rank:
 
         def body(fail: bool) -> None:
             try:
-                self.world.reported(self, step, transaction.run(work))
+                self.world.reported(self, step, transaction.run(work, 1))
             except ReplicaBroken:
                 self.world.trace.append(f"{self} is of a broken replica")
             except Fenced as error:

@@ -9,31 +9,33 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from everstep.checkpoint import saving
+from everstep.checkpoint import memory, saving
 from everstep.checkpoint.saving import RankOf, SavedRun, Saver, WriterLost
 from everstep.checkpoint.storage import CheckpointError
+from everstep.cluster import succession
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.crew import Crew
 from everstep.cluster.dispatch import get_dispatch, mesh_of, ranks_of
 from everstep.cluster.endpoint import Endpoint
+from everstep.cluster.formation import Formation
 from everstep.cluster.group import InOnePlace, Role, StepResult
 from everstep.cluster.host import Host, ProcessEnded, Sharing, WorkerSpec
 from everstep.cluster.island import Round
-from everstep.cluster.owed import Owed
+from everstep.cluster.owed import POLL_S, Owed, all_done, gather
 from everstep.cluster.results import combine, compare_hashes
+from everstep.cluster.rollback import Rollback
 from everstep.cluster.slots import cut_round, cut_slots, require_synchronous, sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
 from everstep.cluster.watch import Watch
-from everstep.cluster.worker import Formation
 from everstep.config import derive
-from everstep.config.schema import Config
+from everstep.config.schema import Config, Fault
 from everstep.engine.loss import LossSpec
 from everstep.errors import (
     BelowMinimum,
@@ -43,7 +45,9 @@ from everstep.errors import (
     Fenced,
     NotEnoughReplicas,
     ReplicaBroken,
+    RolledBack,
 )
+from everstep.recovery import rendezvous
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.coordinator import Coordinator, Mode, State
 from everstep.recovery.desk import Listener
@@ -60,15 +64,17 @@ from everstep.telemetry.events import ENGINES, EventLog
 
 T = TypeVar("T")
 _DEATH_CONFIRM_S = 30.0
-_POLL_S = 0.2
-_CALL_OFF_S = 10.0  # for the living ranks of a formation that lost one, to leave it
 
 
 class Controller(InOnePlace):
-    """The :class:`everstep.cluster.group.Group` of a run that has one controller. Closes ``host``, also if it cannot start."""
+    """The :class:`everstep.cluster.group.Group` of a run that has one controller. Closes ``host``, also if it cannot start.
+
+    ``attach``: in the place of starting workers, take over those of a dead controller of this run (recovery.controller_grace_s).
+    """
 
     def __init__(
-        self, config: Config, run_dir: RunDir, events: EventLog, host: Host, on_record: Callable[[Record], None] | None = None
+        self, config: Config, run_dir: RunDir, events: EventLog, host: Host, on_record: Callable[[Record], None] | None = None,
+        attach: bool = False,
     ):
         self.config, self._run_dir, self._events, self._host = config, run_dir, events, host
         self.layout = derive.layout(config)
@@ -78,9 +84,12 @@ class Controller(InOnePlace):
         self._stage = ""
         self.recipe_state: dict[str, Any] = {}
         self._closed = False
+        self._went_back: RolledBack | None = None  # not told to the recipe yet
+        self._rollback = Rollback(host, config, lambda worker: worker in self.server.dead)
         self.closing = contextlib.ExitStack()
         self._crew = Crew(config, host, events, lambda: self.server, self._spec, self._struck, self._is_engine, self._watch.finish_diagnosis)
         self._endpoint: Endpoint | None = None
+        self._crew.on_lost = lambda member: succession.go_back(self, member)
         self._store: dist.TCPStore | None = None
         self._injector: FaultInjector | None = None
         self._relays: dict[str, Relay] = {}
@@ -89,17 +98,17 @@ class Controller(InOnePlace):
         self._pool: RolloutPool | None = None
         self.dispatch_bytes, self.dispatch_seconds = 0, 0.0
         try:
-            self._start()
+            self._start(attach)
         except BaseException:
             self.close()
             raise
 
     # -- start and end -------------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
+    def _start(self, attach: bool) -> None:
         config, recovery = self.config, self.config.recovery
         host = self._host.address
-        log = CommitLog(self._run_dir.path / "commits.log")
+        log = CommitLog(self._run_dir.path / "commits.log", attach)
         # Without recovery the first death leaves fewer replicas than the run needs.
         coordinator = Coordinator(
             log.incarnation, 0, recovery.min_replicas if recovery.enabled else self.layout.replicas, Mode(recovery.mode),
@@ -117,9 +126,15 @@ class Controller(InOnePlace):
         self._store = store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         connect = lambda: dist.TCPStore(host, store.port, is_master=False, timeout=timedelta(seconds=60))
         self._saver = Saver(self.config, self.layout, self._events, connect, lambda worker: self.server.dead.get(worker))
+        if attach:
+            succession.take_over(self, log)
+            self._endpoint = self._open_endpoint()
+            return
         if config.rollout.engines:
             self._pool = RolloutPool(config.rollout, bool(config.lora.rank), self._host, self, self._events)
         workers = self._start_workers(host, self._store.port, token)
+        succession.announce(self, log.incarnation)
+        self._crew.on_start = lambda: succession.announce(self, log.incarnation)
         per_replica = self.layout.ranks_per_replica
         members = [
             Member(replica, 0, tuple(workers[replica * per_replica : (replica + 1) * per_replica]))
@@ -129,14 +144,8 @@ class Controller(InOnePlace):
         self._crew.open(members, spares, lambda: self._reference, self._store)
         if self._pool:
             self._pool.open()
-        self._host.watch(lambda worker: self.server.expel(worker, "process ended (pidfd)", ended=True))
-        infos = self._host.infos
-        target = LaunchedTarget(
-            lambda: self.server, self._place_of, self._host.signal, lambda w: f"{infos[w].pid} on {infos[w].host}",
-            lambda: self._crew.spares, self._relays, self._host.cut,
-            lambda number: self._pool.engine_at(number) if self._pool else None,
-        )
-        self._injector = FaultInjector(config.faults, target, self._events)
+        self._host.watch(self._process_ended)
+        self._injector = self._make_injector(config.faults)
         self._events.emit("spare_ready", spares=len(spares))
         failed = self._crew.form([
             (worker, Formation(m.replica, rank, 0, m.workers, "weights", False))
@@ -145,7 +154,23 @@ class Controller(InOnePlace):
         if failed:
             raise NotEnoughReplicas("; ".join(f"worker {w} could not start: {cause}" for w, cause in sorted(failed.items())))
         self._server.open(members)
-        self._endpoint = Endpoint(self._run_dir.path, host, {"drain": self._crew.leaving.drain, "draining": self._crew.leaving.remaining})
+        self._endpoint = self._open_endpoint()
+
+    def _open_endpoint(self) -> Endpoint:
+        leaving = self._crew.leaving
+        return Endpoint(self._run_dir.path, self._host.address, {"drain": leaving.drain, "draining": leaving.remaining})
+
+    def _make_injector(self, faults: Sequence[Fault]) -> FaultInjector:
+        infos = self._host.infos
+        target = LaunchedTarget(
+            lambda: self.server, self._place_of, self._host.signal, lambda w: f"{infos[w].pid} on {infos[w].host}",
+            lambda: self._crew.spares, self._relays, self._host.cut,
+            lambda number: self._pool.engine_at(number) if self._pool else None,
+        )
+        return FaultInjector(faults, target, self._events)
+
+    def _process_ended(self, worker: str) -> None:
+        self.server.expel(worker, "process ended (pidfd)", ended=True)
 
     def _start_workers(self, host: str, port: int, token: str) -> list[str]:
         """All ranks, replica after replica, then the spares."""
@@ -161,13 +186,13 @@ class Controller(InOnePlace):
         relay = self._relays.get(worker)
         return WorkerSpec(
             worker, self.config, relay.address if relay else self._coordinator_address, self._token, self._store_address,
-            str(self._run_dir.events), str(self._run_dir.rank_log(int(worker[1:]))),
+            str(self._run_dir.events), str(self._run_dir.rank_log(int(worker[1:]))), str(self._run_dir.path), self._run_dir.attempt,
         )
 
     def _engine_spec(self, name: str) -> WorkerSpec:
         return WorkerSpec(
             name, self.config, self._coordinator_address, self._token, self._store_address, str(self._run_dir.events),
-            str(self._run_dir.engine_log(name)), role="engine",
+            str(self._run_dir.engine_log(name)), str(self._run_dir.path), self._run_dir.attempt, role="engine",
         )
 
     @property
@@ -180,6 +205,9 @@ class Controller(InOnePlace):
             return
         self._closed = True
         with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails
+            if self._server:
+                last_first.callback(rendezvous.withdraw, self._run_dir.path)
+                last_first.callback(memory.remove, memory.folder_of(self._run_dir.path, self._run_dir.attempt))
             last_first.callback(self.closing.close)
             last_first.callback(self._host.close)
             last_first.callback(self._watch.close)
@@ -237,7 +265,7 @@ class Controller(InOnePlace):
                 pending[call] = index
                 called.append((worker, member))
             sent += share.nbytes
-            results = self._gather(pending, called, method)
+            results = self._results(pending, called, method)
             if results is not None:
                 seconds = time.monotonic() - start
                 self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + sent, self.dispatch_seconds + share.seconds
@@ -256,7 +284,7 @@ class Controller(InOnePlace):
         start = time.monotonic()
         if not pool.has(prompts.sample_ids):
             self.rollout_ahead(prompts, sampling)
-        while not pool.wait(prompts.sample_ids, _POLL_S):
+        while not pool.wait(prompts.sample_ids, POLL_S):
             self._check_alive()
             if pool.stale:
                 self._refit(pool)
@@ -289,36 +317,10 @@ class Controller(InOnePlace):
             self._host.submit(worker, life, "send_weights", dict(streams), view.committed, kind): index
             for index, worker in enumerate(member.workers)
         }
-        return self._gather(calls, called, "send_weights") is not None
+        return self._results(calls, called, "send_weights") is not None
 
-    def _gather(self, calls: dict[Any, int], called: list[tuple[str, Member]], method: str) -> list[Any] | None:
-        """Results in the order of the ranks; None if a death voided the call (it is made again on those that are left).
-
-        ``called``: each worker, and the life of its replica that it was called in. A rank whose result does not come long after its
-        peers' is expelled (recovery.progress_timeout_s); recovery.call_timeout_s ends the whole call.
-        """
-        owed = Owed(self.server, self.config.recovery, f"the result of {method}")
-        pending = dict(calls)
-        results: list[Any] = [None] * len(called)
-        while pending:
-            for call in self._host.wait(pending, _POLL_S):
-                index = pending.pop(call)
-                worker, member = called[index]
-                owed.gave(worker, member)
-                try:
-                    results[index] = self._host.result(call, worker, method)
-                except (ProcessEnded, EverstepError) as error:
-                    if not self._is_death(worker, member, error):
-                        raise
-                    return None
-            view = self.server.coordinator.view
-            if any(view.member(member.replica) != member for _, member in called):
-                return None
-            owing = [called[index] for index in pending.values()]
-            owed.expel_overdue(owing)
-            if owed.waited(self.config.recovery.call_timeout_s) and owing:
-                owed.give_up_call([worker for worker, _ in owing], method)
-        return results
+    def _results(self, calls: dict[Any, int], called: list[tuple[str, Member]], method: str) -> list[Any] | None:
+        return gather(self._host, self.server, self.config.recovery, self._is_death, calls, called, method)
 
     def enter_stage(self, name: str) -> None:
         self._stage = name
@@ -327,34 +329,37 @@ class Controller(InOnePlace):
 
     def train_step(
         self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, role: Role = "actor",
-        about: Mapping[str, Any] | None = None,
+        about: Mapping[str, Any] | None = None, state: dict[str, Any] | None = None,
     ) -> StepResult:
         require_synchronous(self.config)
         slots = cut_slots(batch, self.config.train, self.layout.dp)
-        return self._step(slots, loss, lr, "train_step", lambda step, shared: (step, shared, loss, lr, temperature, role), about)
+        return self._step(slots, loss, lr, "train_step", lambda step, shared: (step, shared, loss, lr, temperature, role), state, about)
 
     def train_round(
-        self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None
+        self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None,
+        state: dict[str, Any] | None = None,
     ) -> StepResult:
         slots, bounds = cut_round(batches, self.config, rollout is not None)
         make: Callable[[int], Round] = lambda step: Round(step, bounds, tuple(lrs), temperature)
-        return self._step(slots, loss, lrs[-1], "train_round", lambda step, shared: (make(step), shared, loss, rollout))
+        return self._step(slots, loss, lrs[-1], "train_round", lambda step, shared: (make(step), shared, loss, rollout), state)
 
     def _step(
         self, slots: list[tuple[TrainingBatch, ...]], loss: LossSpec, lr: float, method: str,
-        arguments: Callable[[int, Any], tuple[Any, ...]], about: Mapping[str, Any] | None = None,
+        arguments: Callable[[int, Any], tuple[Any, ...]], state: dict[str, Any] | None, about: Mapping[str, Any] | None = None,
     ) -> StepResult:
-        """One transaction over ``slots``. ``arguments``: of the worker's method, from the step and the slots as the host shares them."""
+        """One transaction over ``slots``. ``arguments``: of the worker's method, from the step and the slots as the host shares them
+        (the coordinator's incarnation follows)."""
         step = self.committed_step + 1
         share = Sharing(self._host)
         shared = self._host.slots([[share(micro) for micro in slot] for slot in slots])
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + share.nbytes, self.dispatch_seconds + share.seconds
         self._crew.leaving.at_a_boundary()
         self._prepare_faults(step)
-        self.server.begin(step, sample_ids(slots), {"lr": lr} | dict(about or {}))
+        self.server.begin(step, sample_ids(slots), {"lr": lr} | dict(about or {}), state)
         if self._injector:
             self._injector.begins(step)
         coordinator = self.server.coordinator
+        incarnation = coordinator.view.epoch.incarnation
         owed = Owed(self.server, self.config.recovery, f"its report of step {step}")
         pending: dict[Any, tuple[str, Member]] = {}
         called: set[Member] = set()  # a replica that comes back within the step is called in its new life
@@ -363,7 +368,7 @@ class Controller(InOnePlace):
             try:
                 self._check_alive()
             except BelowMinimum:
-                self._all_done(pending, _DEATH_CONFIRM_S)  # ranks leave the step, which was given up
+                all_done(self._host, pending, _DEATH_CONFIRM_S)  # ranks leave the step, which was given up
                 raise
             view = coordinator.view
             if coordinator.committed < step:
@@ -372,7 +377,7 @@ class Controller(InOnePlace):
                         called.add(member)
                         life = (member.replica, member.build)
                         for worker in member.workers:
-                            call = self._host.submit(worker, life, method, *arguments(step, shared))
+                            call = self._host.submit(worker, life, method, *arguments(step, shared), incarnation)
                             pending[call] = worker, member
             else:
                 owing = [(worker, member) for worker, member in pending.values() if view.member(member.replica) == member]
@@ -387,7 +392,7 @@ class Controller(InOnePlace):
             if not pending:
                 time.sleep(0.01)  # the coordinator holds the step until a replica joins
                 continue
-            for call in self._host.wait(pending, _POLL_S):
+            for call in self._host.wait(pending, POLL_S):
                 worker, member = pending.pop(call)
                 owed.gave(worker, member)
                 try:
@@ -426,7 +431,7 @@ class Controller(InOnePlace):
                 self._host.submit(worker, (member.replica, member.build), "save_shard", tickets[writer.replica]): index
                 for index, ((worker, member), writer) in enumerate(zip(called, writers, strict=True))
             }
-            if self._gather(calls, called, "save_shard") is None:
+            if self._results(calls, called, "save_shard") is None:
                 self.saver.void("a rank died")
                 continue
             self.saver.follow(writers, time.monotonic() - start)
@@ -450,7 +455,7 @@ class Controller(InOnePlace):
         self.call("pass_through", "load_shard", str(path), saved.step, saved.reference)
         saving.restore_rng(path)
         self._reference = saved.reference
-        self.server.restart_at(saved.step)
+        self.server.restart_at(saved.step, saved.recipe_state)
         self.recipe_state = saved.recipe_state
         return saved.recipe_state
 
@@ -465,19 +470,7 @@ class Controller(InOnePlace):
                 return compare_hashes(ranks, hashes, self.committed_step, self._events)
 
     def status(self) -> dict[str, Any]:
-        coordinator = self.server.coordinator
-        view = coordinator.view
-        return {
-            "state": str(coordinator.state),
-            "stage": self._stage,
-            "epoch": str(view.epoch),
-            "committed_step": coordinator.committed,
-            "replicas": list(view.contributors),
-            "healing": sorted(view.healing),
-            "spares": len(self._crew.spares),
-            "deaths": len(self.server.dead),
-            "ranks": self.server.whereabouts(),
-        }
+        return self.server.summary() | {"stage": self._stage, "spares": len(self._crew.spares), "ranks": self.server.whereabouts()}
 
     # -- deaths ----------------------------------------------------------------------------------------------------------------
 
@@ -490,7 +483,12 @@ class Controller(InOnePlace):
         causes = "; ".join(f"{w}: {cause}" for w, cause in sorted(server.dead.items()))
         if coordinator.state is State.HALTED:
             return  # what is left to do is to save
-        if coordinator.state is State.LOST:
+        while coordinator.state is State.LOST and self._crew.may_go_back():
+            time.sleep(0.01)  # the replica is formed anew, and goes back to a copy
+        back, self._went_back = self._went_back, None
+        if back:
+            raise back
+        if coordinator.state is State.LOST and not self._crew.failure:
             raise NotEnoughReplicas(
                 f"no living replica holds step {coordinator.committed} ({causes}); resume from the last checkpoint with resume=auto"
             )
@@ -539,6 +537,7 @@ class Controller(InOnePlace):
             self._injector.on_phase(worker, step, phase)
 
     def _recorded(self, record: Record) -> None:
+        self._rollback.remember(record)
         if record.kind is Kind.COMMIT:
             self._crew.served |= record.view.workers
             if self._injector:
@@ -579,11 +578,3 @@ class Controller(InOnePlace):
     def call_off(self, stream: str) -> None:
         assert self._store is not None
         self._store.set(off_key(stream), "1")
-
-    # -- parts -----------------------------------------------------------------------------------------------------------------
-
-    def _all_done(self, calls: Collection[Any], timeout_s: float) -> bool:
-        end, left = time.monotonic() + timeout_s, set(calls)
-        while left and time.monotonic() < end:
-            left -= set(self._host.wait(left, _POLL_S))
-        return not left

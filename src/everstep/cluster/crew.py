@@ -9,20 +9,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from everstep.cluster.host import Host, ProcessEnded, WorkerInfo, WorkerSpec
+from everstep.cluster.formation import Formation
+from everstep.cluster.forming import form
+from everstep.cluster.host import Host, WorkerInfo, WorkerSpec
 from everstep.cluster.leaving import Leaving
 from everstep.cluster.refill import Refill
 from everstep.cluster.repair import Repair
-from everstep.cluster.worker import Formation, called_off
 from everstep.config.schema import Config
-from everstep.errors import BadInput, EverstepError, Fenced, ReplicaBroken
 from everstep.recovery.coordinator import State
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Member
 from everstep.telemetry.events import EventLog
-
-_POLL_S = 0.2
-_CALL_OFF_S = 10.0  # for the living ranks of a formation that lost one, to leave it
 
 
 class Crew:
@@ -44,13 +41,33 @@ class Crew:
         self._store: dist.Store | None = None
         self._held_since: float | None = None  # fewer members than recovery.min_replicas, by what was seen last
         self._closed = False
+        self.on_start: Callable[[], None] = lambda: None  # another process was started
+        self.on_lost: Callable[[Member], None] = lambda member: None  # a replica was formed anew, and nobody holds the committed state
 
-    def open(self, members: list[Member], spares: list[str], has_reference: Callable[[], bool], store: dist.Store) -> None:
-        """All processes have started. ``store``: the run's."""
-        self._numbers, self._store = itertools.count(sum(len(m.workers) for m in members) + len(spares)), store
+    def open(
+        self, members: list[Member], spares: list[str], has_reference: Callable[[], bool], store: dist.Store, first_number: int | None = None
+    ) -> None:
+        """All processes have started. ``store``: the run's; ``first_number``: of the next worker (after a takeover)."""
+        started = sum(len(m.workers) for m in members) + len(spares)
+        self._numbers, self._store = itertools.count(started if first_number is None else first_number), store
         self._repair = Repair(self, {m.replica: m for m in members}, spares, has_reference)
         for worker in list(self._server().dead):  # it died before there was a repair to be told
             self.died(worker)
+
+    @property
+    def is_open(self) -> bool:
+        return self._repair is not None
+
+    def adopt(self, gone: set[str], broken: list[int]) -> None:
+        """Workers that are known to be gone, and replicas that must be formed anew although nobody was told of a death."""
+        if self._repair and (gone or broken):
+            self._repair.adopt(gone, broken)
+
+    def may_go_back(self) -> bool:
+        """Whether a replica that no living one could heal is being formed anew, to go back to a copy (see ``on_lost``)."""
+        if self.failure or not self._config.recovery.enabled:
+            return False
+        return self._repairs() or bool(self._config.recovery.memory_checkpoint_every and self._is_coming_back())
 
     def close(self) -> None:
         self._closed = True
@@ -85,7 +102,7 @@ class Crew:
     def _is_coming_back(self) -> bool:
         """Whether a replica is about to be there again."""
         coordinator, avoid = self._server().coordinator, self.leaving.nodes
-        starting = any(self._host.has_place(w) and self._host.infos[w].node_id not in avoid for w in self._refill.pending)
+        starting = any(w in self._host.infos and self._host.has_place(w) and self._host.infos[w].node_id not in avoid for w in self._refill.pending)
         return bool(self._repairs() or starting or coordinator.waiting or (coordinator.build and coordinator.build.joiner))
 
     def _repairs(self) -> bool:
@@ -101,43 +118,18 @@ class Crew:
         self._events.emit("expel", replica=replica, rank=rank, worker=worker, cause=self._server().dead.get(worker, "repair"))
 
     def form(self, formations: list[tuple[str, Formation]]) -> dict[str, str]:
-        calls = {self._host.submit(worker, None, "form", formation): worker for worker, formation in formations}
-        lives = {formation.life for _, formation in formations}
-        failed: dict[str, str] = {}
-        broken: dict[str, str] = {}  # alive, but without all others
-        end = time.monotonic() + self._config.recovery.reform_timeout_s
-        while calls:
-            for call in self._host.wait(calls, _POLL_S):
-                worker = calls.pop(call)
-                try:
-                    self._host.result(call, worker, "form")
-                except BadInput:
-                    raise
-                except ReplicaBroken as error:
-                    broken[worker] = str(error)
-                except (ProcessEnded, EverstepError) as error:
-                    failed[worker] = str(error)
-            for call in [c for c, worker in calls.items() if worker in self._server().dead]:
-                worker = calls.pop(call)
-                failed[worker] = self._server().dead[worker]
-            if self._closed:
-                raise Fenced("the group was closed while a replica was being formed")
-            if failed and lives:
-                assert self._store is not None
-                for life in lives:
-                    self._store.set(called_off(life), "1")
-                lives = set()
-                end = min(end, time.monotonic() + _CALL_OFF_S)
-            if calls and time.monotonic() > end:
-                reason = f"not formed in {self._config.recovery.reform_timeout_s:g} s (recovery.reform_timeout_s)"
-                return failed | {worker: reason for worker in calls.values()}
-        return failed or broken
+        assert self._store is not None
+        limit_s = self._config.recovery.reform_timeout_s
+        return form(self._host, self._store, formations, self._server().dead, limit_s, lambda: self._closed)
 
     def expel(self, worker: str, cause: str) -> None:
         self._server().expel(worker, cause)
 
     def announce(self, member: Member) -> None:
-        self._server().joiner(member)
+        if self._server().coordinator.state is State.LOST:
+            self.on_lost(member)
+        else:
+            self._server().joiner(member)
 
     def retire(self, worker: str) -> None:
         self._server().retire(worker, "planned leave")
@@ -184,6 +176,7 @@ class Crew:
     def start_in_place_of(self, worker: str) -> str:
         name = f"w{next(self._numbers)}"
         self._host.add(self._spec(name), worker, self.leaving.nodes)
+        self.on_start()
         return name
 
     def spare_is_ready(self, worker: str, after: str) -> None:

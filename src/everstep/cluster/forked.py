@@ -7,25 +7,27 @@ transaction are those of any other run. On the CPU only; CUDA survives no fork.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import multiprocessing as mp
 import os
 import pickle
 import queue
+import secrets
 import select
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_futures
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection, Listener
 from typing import TYPE_CHECKING, Any
 
 from everstep.cluster import environment
 from everstep.cluster.batch import TrainingBatch
-from everstep.cluster.host import NoRoom, ProcessEnded, WorkerInfo, WorkerSpec, make_worker
+from everstep.cluster.host import NoRoom, ProcessEnded, Served, WorkerInfo, WorkerSpec, make_worker
 from everstep.cluster.namespaces import Bridge, Plug
 from everstep.cluster.processes import ProcessWatch, die_with_parent
 from everstep.cluster.slots import ListSlots
@@ -33,7 +35,7 @@ from everstep.config.schema import Config
 from everstep.errors import BadInput, DeadlineExceeded, EverstepError, WorkerFailed
 
 if TYPE_CHECKING:
-    from everstep.cluster.worker import Life
+    from everstep.cluster.formation import Life
 
 PRELOAD = [
     "everstep.cluster.worker",
@@ -49,6 +51,10 @@ def context() -> Any:
     """The multiprocessing context of the server process, which sees no accelerator and computes with one thread."""
     made = mp.get_context("forkserver")
     made.set_forkserver_preload(PRELOAD)
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if server.get_inherited_fds() is not None:  # this process was forked by it: the same one serves here
+        server.ensure_running = lambda: None
+        return made
     with _environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""):
         forkserver.ensure_running()  # the server, and with it every child, keeps this environment
     return made
@@ -57,16 +63,11 @@ def context() -> Any:
 class _Child:
     """One worker process and the calls it owes. Two threads, so that a frozen one holds nobody up: one feeds it, one listens."""
 
-    def __init__(self, spec: WorkerSpec, env: dict[str, str], plug: Plug | None, prepare: Callable[[], None] | None):
-        self.pipe, theirs = mp.Pipe()
-        self.name = spec.worker_id
-        self.process = context().Process(target=_serve, args=(spec, env, plug, prepare, theirs), name=spec.worker_id, daemon=True)
-        self.process.start()
-        self.pid: int = self.process.pid
+    def __init__(self, worker: str, pipe: Connection, pid: int, process: Any = None):
+        self.name, self.pipe, self.pid, self.process = worker, pipe, pid, process
         self._pidfd: int | None = None  # the process itself: its number may be another's once the server process has reaped it
         with contextlib.suppress(ProcessLookupError):
-            self._pidfd = os.pidfd_open(self.pid)
-        theirs.close()
+            self._pidfd = os.pidfd_open(pid)
         self.started: Future[Any] = Future()
         self._lock = threading.Lock()
         self._calls: dict[int, Future[Any]] = {-1: self.started}
@@ -74,7 +75,25 @@ class _Child:
         self._ended = False
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         for loop in (self._feed, self._listen):
-            threading.Thread(target=loop, name=f"{spec.worker_id}{loop.__name__}", daemon=True).start()
+            threading.Thread(target=loop, name=f"{worker}{loop.__name__}", daemon=True).start()
+
+    @staticmethod
+    def fork(
+        spec: WorkerSpec, env: dict[str, str], plug: Plug | None, prepare: Callable[[], None] | None, key: bytes | None
+    ) -> _Child:
+        pipe, theirs = mp.Pipe()
+        process = context().Process(target=_serve, args=(spec, env, plug, prepare, theirs, key), name=spec.worker_id, daemon=True)
+        process.start()
+        theirs.close()
+        return _Child(spec.worker_id, pipe, process.pid, process)
+
+    @staticmethod
+    def reach(worker: str, pid: int, key: bytes) -> _Child:
+        """One whose controller is gone. Raises OSError if it does not listen."""
+        child = _Child(worker, Client(_address(worker, key), "AF_UNIX", authkey=key), pid)
+        with child._lock:
+            child._calls.pop(-1, None)  # it has started long ago
+        return child
 
     def submit(self, *call: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -108,6 +127,8 @@ class _Child:
             pidfd, self._pidfd = self._pidfd, None
         if pidfd is not None:
             os.close(pidfd)
+            if self.process is None:
+                return  # another controller's
             self.process.join(_END_S)
             with contextlib.suppress(ValueError):  # the server process has not told its end yet; nothing but a descriptor is left then
                 self.process.close()
@@ -145,7 +166,8 @@ class ForkedHost:
     """The :class:`everstep.cluster.host.Host` whose workers are processes of this machine.
 
     ``prepare``: an importable function that every worker process calls first. ``namespaces``: each worker has a network namespace of
-    its own and can be cut off for real (:mod:`everstep.cluster.namespaces`); BadInput where that is not permitted.
+    its own and can be cut off for real (:mod:`everstep.cluster.namespaces`); BadInput where that is not permitted. With
+    ``recovery.controller_grace_s`` the processes outlive this one for so long, and another host can :meth:`attach` them.
     """
 
     def __init__(self, config: Config, prepare: Callable[[], None] | None = None, namespaces: bool = False):
@@ -153,6 +175,7 @@ class ForkedHost:
             raise BadInput("device=cuda: processes that are forked cannot use CUDA; use device=cpu")
         self._env = environment.worker_environment(config.model_copy(update={"device": "cpu"}))
         self._prepare = prepare
+        self._key = secrets.token_bytes(16) if config.recovery.controller_grace_s > 0 else None
         self._bridge = Bridge() if namespaces else None
         self.address = self._bridge.address if self._bridge else "127.0.0.1"
         self._children: dict[str, _Child] = {}
@@ -167,6 +190,20 @@ class ForkedHost:
         end = time.monotonic() + _START_S
         for spec in specs:
             self._await_start(spec, end)
+
+    def handle(self) -> dict[str, Any]:
+        if self._key is None or self._bridge:
+            return {}
+        return {"kind": "forked", "key": self._key.hex(), "pids": {worker: child.pid for worker, child in self._children.items()}}
+
+    def attach(self, handle: Mapping[str, Any]) -> None:
+        if handle.get("kind") != "forked":
+            raise BadInput("the workers of this run are no processes of this kind of host; start again with resume=auto")
+        self._key = bytes.fromhex(handle["key"])
+        for worker, pid in handle["pids"].items():
+            with contextlib.suppress(OSError):  # it died with its controller, or before
+                self._children[worker] = child = _Child.reach(worker, pid, self._key)
+                self.infos[worker] = WorkerInfo(worker, child.pid, socket.gethostname(), socket.gethostname())
 
     def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str] = ()) -> None:
         if socket.gethostname() in avoid:
@@ -185,7 +222,7 @@ class ForkedHost:
             if self._closed:
                 raise WorkerFailed(f"worker {spec.worker_id} was not started: the host is closed")
             plug = self._bridge.plug(spec.worker_id) if self._bridge else None
-            self._children[spec.worker_id] = _Child(spec, env, plug, self._prepare)
+            self._children[spec.worker_id] = _Child.fork(spec, env, plug, self._prepare, self._key)
 
     def _await_start(self, spec: WorkerSpec, end: float) -> None:
         child = self._children[spec.worker_id]
@@ -227,6 +264,8 @@ class ForkedHost:
         return "the network interface of its namespace is down: nothing leaves it or reaches it, and nothing is reset"
 
     def end(self, worker: str) -> None:
+        if worker not in self._children:
+            return  # it was gone before this controller came
         self._children[worker].signal(signal.SIGKILL)
         self._children[worker].wait_gone(_END_S)
         self._children[worker].forget()
@@ -248,11 +287,17 @@ class ForkedHost:
                 self._bridge.close()
 
 
+def _address(worker: str, key: bytes) -> str:
+    """Where a worker that outlives its controller waits for the next one: in the kernel's own namespace, which no file is left of."""
+    return f"\0everstep-{hashlib.sha256(key).hexdigest()[:24]}-{worker}"
+
+
 def _serve(
-    spec: WorkerSpec, env: dict[str, str], plug: Plug | None, prepare: Callable[[], None] | None, pipe: Connection
+    spec: WorkerSpec, env: dict[str, str], plug: Plug | None, prepare: Callable[[], None] | None, pipe: Connection, key: bytes | None
 ) -> None:
     """The process of one worker: its calls, one after the other."""
-    die_with_parent(signal.SIGKILL)  # the server process ends with the controller
+    if key is None:
+        die_with_parent(signal.SIGKILL)  # the server process ends with the controller
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from the terminal it goes to all; the controller ends us in order
     os.environ.update(env)
     if prepare:
@@ -260,21 +305,39 @@ def _serve(
     try:
         if plug:
             plug.enter()
+        listener = Listener(_address(spec.worker_id, key), "AF_UNIX", authkey=key) if key else None
         worker = make_worker(spec)
     except EverstepError as error:
         pipe.send_bytes(pickle.dumps((-1, error, None)))
         os._exit(1)
     pipe.send_bytes(pickle.dumps((-1, None, None)))
+    later: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+    if listener:
+        threading.Thread(target=_accept, args=(listener, later), name="accept", daemon=True).start()
     while True:
-        try:
-            number, life, method, args, kwargs = pickle.loads(pipe.recv_bytes())
-        except EOFError:
+        _serve_calls(worker, pipe)
+        if listener is None:
             os._exit(0)  # without the interpreter's shutdown: groups of a broken world may wait in their destructors
-        try:
-            answer = (number, None, worker.run(method, args, kwargs, life))
-        except EverstepError as error:
-            answer = (number, error, None)  # type: ignore[assignment]
-        pipe.send_bytes(pickle.dumps(answer))
+        pipe = later.get()
+
+
+def _accept(listener: Listener, later: queue.SimpleQueue[Connection]) -> None:
+    """On a thread: the next controller must not wait for the call in which this worker waits for the next coordinator."""
+    while True:
+        with contextlib.suppress(OSError, EOFError, mp.AuthenticationError):  # whoever it was had no key, or went away
+            later.put(listener.accept())
+
+
+def _serve_calls(worker: Served, pipe: Connection) -> None:
+    """Until the controller closes its end, or is gone."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            number, life, method, args, kwargs = pickle.loads(pipe.recv_bytes())
+            try:
+                answer: tuple[Any, ...] = (number, None, worker.run(method, args, kwargs, life))
+            except EverstepError as error:
+                answer = (number, error, None)
+            pipe.send_bytes(pickle.dumps(answer))
 
 
 @contextlib.contextmanager

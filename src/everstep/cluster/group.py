@@ -48,7 +48,7 @@ class Group(Protocol):
 
     config: Config
     layout: Layout
-    recipe_state: dict[str, Any]  # what a recipe saved with the checkpoint that was loaded; empty before load()
+    recipe_state: dict[str, Any]  # the recipe's at the step from which the group went on (checkpoint, takeover, rollback); empty at the start
     dispatch_bytes: int           # sent to the workers for calls and steps so far
     dispatch_seconds: float       # spent in sending it
     closing: contextlib.ExitStack  # what else ends with the group, after it
@@ -95,25 +95,28 @@ class Group(Protocol):
 
     def train_step(
         self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, role: Role = "actor",
-        about: Mapping[str, Any] | None = None,
+        about: Mapping[str, Any] | None = None, state: dict[str, Any] | None = None,
     ) -> StepResult:
         """One step transaction over ``batch`` (all of it, over all replicas). Returns after its commit was applied.
 
         ``role``: the model that is trained; ``critic`` only with recipe=ppo, its loss is given values. Transactions of both have one
-        sequence of numbers. ``about``: what the step is to the recipe (iteration, pass, mini-batch), for the event log.
+        sequence of numbers. ``about``: what the step is to the recipe (iteration, pass, mini-batch), for the event log. ``state``: what
+        ``recipe_state`` shall be for whoever goes on after exactly this step without a checkpoint (JSON, small: it is part of the commit
+        record). Raises RolledBack, which is the driver's business.
         """
 
     def enter_stage(self, name: str) -> None:
         """Say that the recipe enters this stage of an RL iteration: for whoever watches, and for fault injection."""
 
     def train_round(
-        self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None
+        self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None,
+        state: dict[str, Any] | None = None,
     ) -> StepResult:
         """One round of semi-synchronous training (``semisync.method``), which is one transaction: a batch, over all replicas, and a
         learning rate for each inner step. Each replica makes the steps on its share; then a fragment of the weights is synchronised.
 
         ``rollout``: a factory of an everstep.cluster.island.Rollout; ``batches`` are then prompts, of which each replica makes its samples
-        with the weights that it has by then. Loss and metrics are over all inner steps, ``grad_norm`` is the mean pseudo-gradient's.
+        with the weights that it has by then. ``state``: as in ``train_step``. Loss and metrics are over all inner steps, ``grad_norm`` is the mean pseudo-gradient's.
         """
 
     def once(self, function: Callable[..., T], *args: Any) -> T:

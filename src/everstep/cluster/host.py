@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
-from everstep.errors import EverstepError
+from everstep.errors import CoordinatorLost, EverstepError
+from everstep.recovery import rendezvous
 from everstep.telemetry import diagnosis
 
 if TYPE_CHECKING:
-    from everstep.cluster.worker import Life, Slots
+    from everstep.cluster.formation import Life
+    from everstep.cluster.worker import Slots
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class WorkerSpec:
     store: tuple[str, int]
     events_dir: str
     log_path: str
+    run_dir: str
+    attempt: int
     role: Literal["rank", "engine"] = "rank"
 
 
@@ -72,6 +76,12 @@ class Host(Protocol):
 
     def start(self, specs: Sequence[WorkerSpec]) -> None:
         """One process for each, imports done. Raises BadInput (no room), DeadlineExceeded, or what a worker raised."""
+
+    def handle(self) -> dict[str, Any]:
+        """What another controller needs to reach these workers if this one dies (JSON); empty if they end with it."""
+
+    def attach(self, handle: Mapping[str, Any]) -> None:
+        """In the place of ``start``: reach the workers of a dead controller, those that live. Raises BadInput if nobody can."""
 
     def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str] = ()) -> None:
         """One more process once the run goes on: where the dead worker ``instead_of`` was, if that machine lives, else wherever there
@@ -131,8 +141,11 @@ class Sharing:
         return self._shared[id(value)][1]
 
 
-def make_worker(spec: WorkerSpec) -> Served:
-    """In the worker's own process: its output goes to its log from now on, its device is ready, its channel connected."""
+def make_worker(spec: WorkerSpec, abandon: Callable[[str], None] | None = None) -> Served:
+    """In the worker's own process: its output goes to its log from now on, its device is ready, its channel connected.
+
+    ``abandon``: called once its coordinator is gone and no other one came in time; ends the process.
+    """
     _redirect_output(Path(spec.log_path))
     if spec.config.watch.diagnose:  # first of all: a signal that nobody awaits ends a process
         diagnosis.register(Path(spec.log_path).with_suffix(".stacks"))
@@ -140,6 +153,7 @@ def make_worker(spec: WorkerSpec) -> Served:
 
     import torch
 
+    from everstep.checkpoint import memory
     from everstep.cluster.device import choose_device
     from everstep.cluster.preemption import Notices
     from everstep.engine import cpu
@@ -157,8 +171,18 @@ def make_worker(spec: WorkerSpec) -> Served:
     else:
         cpu.apply()
     recovery = spec.config.recovery
-    control = Control(spec.coordinator, spec.token, spec.worker_id, recovery.heartbeat_s, fence_s=recovery.fence_s)
+    control = Control(
+        spec.coordinator, spec.token, spec.worker_id, recovery.heartbeat_s, fence_s=recovery.fence_s, grace_s=recovery.controller_grace_s
+    )
     events = EventLog(Path(spec.events_dir) / f"{spec.worker_id}.jsonl", spec.worker_id)
+    run_dir = Path(spec.run_dir)
+    control.find = lambda: rendezvous.find(run_dir)
+
+    def abandoned(cause: str) -> None:
+        events.emit("error", error="CoordinatorLost", message=cause)
+        (abandon or _exit)(cause)
+
+    control.on_abandoned = abandoned
     log = spec.config.log
     start_log = functools.partial(logs.start, Path(spec.log_path).with_suffix(".jsonl"), spec.worker_id, log.level, log.max_bytes, log.keep)
     if spec.role == "engine":
@@ -169,9 +193,13 @@ def make_worker(spec: WorkerSpec) -> Served:
     from everstep.cluster.worker import Worker
 
     Notices(recovery.preemption_file, control.leaving)
-    worker = Worker(spec.config, spec.worker_id, device, control, spec.store, events)
+    worker = Worker(spec.config, spec.worker_id, device, control, spec.store, events, memory.folder_of(spec.run_dir, spec.attempt))
     start_log(worker.where)
     return worker
+
+
+def _exit(cause: str) -> None:
+    os._exit(CoordinatorLost.exit_code)  # without the interpreter's shutdown: groups of a broken world may wait in their destructors
 
 
 def _redirect_output(path: Path) -> None:

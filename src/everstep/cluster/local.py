@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint import saving
+from everstep.checkpoint import memory, saving
 from everstep.checkpoint.choose import Chosen
 from everstep.checkpoint.saving import RankOf, SavedRun, Saver, WriterLost
 from everstep.checkpoint.storage import CheckpointError
@@ -37,6 +37,7 @@ from everstep.cluster import environment
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.device import choose_device
 from everstep.cluster.dispatch import Rank, get_dispatch, mesh_of, ranks_of
+from everstep.cluster.formation import Formation
 from everstep.cluster.group import Role, StepResult
 from everstep.cluster.head import Head, Presence
 from everstep.cluster.island import Round
@@ -44,7 +45,7 @@ from everstep.cluster.lighthouse import TOKEN_VARIABLE, Lighthouse, Ports, read_
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.slots import ListSlots, cut_round, cut_slots, require_synchronous, sample_ids
 from everstep.cluster.torchrun import report_exit
-from everstep.cluster.worker import Formation, Worker
+from everstep.cluster.worker import Worker
 from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.engine import cpu
@@ -53,6 +54,7 @@ from everstep.engine.loss import LossSpec
 from everstep.errors import BadInput, EverstepError, ReplicaBroken, WorkerFailed
 from everstep.recovery.board import Journal, Result, Who
 from everstep.recovery.control import Control
+from everstep.recovery.rendezvous import Announcement
 from everstep.recovery.transaction import StepReport
 from everstep.recovery.view import Member, Record
 from everstep.rl.rollout import Sampling
@@ -179,17 +181,20 @@ class LocalGroup:
         fence_s = None if self._head and not self._several else config.recovery.fence_s
         self._control = Control(
             entry.coordinator, entry.token, workers[self._rank], config.recovery.heartbeat_s, fence_s=fence_s,
-            seek_s=config.lighthouse.wait_s if self._several else 0.0,
+            grace_s=config.lighthouse.wait_s if self._several else 0.0, grace_key="lighthouse.wait_s",
         )
+        self._control.find = lambda: Announcement(None, entry.coordinator, entry.store, entry.token)
         own_log = entry.run_dir.rank_log(replica * self.layout.ranks_per_replica + self._rank)
         if config.watch.diagnose:
             diagnosis.register(own_log.with_suffix(".stacks"))
         self.events = EventLog(entry.run_dir.events / f"{workers[self._rank]}.jsonl", workers[self._rank])
-        self._worker = Worker(config, workers[self._rank], choose_device(config), self._control, entry.store, self.events)
+        self._worker = Worker(config, workers[self._rank], choose_device(config), self._control, entry.store, self.events,
+                              memory.folder_of(entry.run_dir.path, entry.run_dir.attempt))
         log = config.log
         self._log = logs.start(own_log.with_suffix(".jsonl"), workers[self._rank], log.level, log.max_bytes, log.keep, self._worker.where)
         if self._several:
-            self._control.on_fenced = self._end_soon
+            self._control.on_fenced = lambda cause: None  # a lighthouse that is gone comes back: what is inside the replica goes on
+            self._control.on_abandoned = self._end_soon
             self._worker.on_expelled = lambda: self._end(ReplicaBroken(f"replica {replica} lost a rank, and is started anew"))
         if self._several and self._head:
             self._presence = Presence(
@@ -287,14 +292,15 @@ class LocalGroup:
 
     def train_step(
         self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, role: Role = "actor",
-        about: Mapping[str, Any] | None = None,
+        about: Mapping[str, Any] | None = None, state: dict[str, Any] | None = None,
     ) -> StepResult:
         require_synchronous(self.config)
         slots = cut_slots(batch, self.config.train, self.layout.dp)
         return self._commit(slots, loss, lr, "train_step", lambda step: (step, ListSlots(slots), loss, lr, temperature, role), about)
 
     def train_round(
-        self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None
+        self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None,
+        state: dict[str, Any] | None = None,
     ) -> StepResult:
         slots, bounds = cut_round(batches, self.config, rollout is not None)
         make: Callable[[int], Round] = lambda step: Round(step, bounds, tuple(lrs), temperature)
@@ -304,12 +310,14 @@ class LocalGroup:
         self, slots: list[tuple[TrainingBatch, ...]], loss: LossSpec, lr: float, method: str, arguments: Callable[[int], tuple[Any, ...]],
         about: Mapping[str, Any] | None = None,
     ) -> StepResult:
+        """One committed step. What the recipe says of its state then is not needed: it outlives the coordinator itself, and who joins begins
+        at the bookmark."""
         step = self._step + 1
         about = {"lr": lr} | dict(about or {})
         live = self._from_head(lambda head: head.begin(step, [list(slot) for slot in sample_ids(slots)], about))
         report: tuple[StepReport, int] | None = None
         if live:
-            done = self._worker.run(method, arguments(step), {})
+            done = self._worker.run(method, (*arguments(step), None), {})
             commit = self._control.wait_for(lambda records: next((r for r in records if r.step == step), None), 30.0, f"the commit of step {step}")
             report, self._caught_up = (done, len(commit.view.deal.lives)), True
         _, reported, contributors = self._shared(f"report of step {step}", Who.REPORTS, lambda ranks: report)

@@ -3,30 +3,41 @@
 A process that ends in order stops its own. For the one that is killed there is the watch: a small process that waits at a
 pipe, and when its other end closes without a word, kills everything that carries the token. Ray's own processes notice the
 death of their driver, but two of its agents wait a minute for a server that is gone, and a frozen actor notices nothing.
+
+Where another controller may take over (recovery.controller_grace_s) the watch gives it that time first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import TracebackType
 
 import psutil
 
+from everstep.errors import BadInput
+from everstep.recovery import rendezvous
+
 TOKEN = "EVERSTEP_LAUNCH"  # the environment variable that marks every process of one launch
 _DONE = b"done"
 _GRACE_S = 3.0  # for what ends by itself
+_POLL_S = 0.2
 
 
 class Watch:
-    """While it is open, the death of this process kills all that carry ``token``, and Ray's processes of ``also_of``."""
+    """While it is open, the death of this process kills all that carry ``token``, and Ray's processes of ``also_of``.
 
-    def __init__(self, token: str):
+    ``run_dir``, ``grace_s``: not if another controller announces itself there in time. ``folder``: is removed then.
+    """
+
+    def __init__(self, token: str, run_dir: str = "", grace_s: float = 0.0, folder: str = ""):
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "everstep.cluster.orphans", token], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            [sys.executable, "-m", "everstep.cluster.orphans", token, run_dir, str(grace_s), folder, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
             env={name: value for name, value in os.environ.items() if name != TOKEN},
             start_new_session=True,  # a Ctrl-C in the terminal is not for it
         )
@@ -88,12 +99,30 @@ def _is_rays(process: psutil.Process, session: str) -> bool:
         return False
 
 
-def _watch(token: str) -> None:
+def _watch(token: str, run_dir: str, grace_s: float, folder: str, watched: int) -> None:
     heard = sys.stdin.buffer.read()  # until the other end closes, or its process is gone
-    if not heard.endswith(_DONE):
-        time.sleep(_GRACE_S)
-        kill_all(token, heard.decode().strip())
+    if heard.endswith(_DONE):
+        return
+    end = time.monotonic() + max(_GRACE_S, grace_s)
+    while time.monotonic() < end:
+        time.sleep(_POLL_S)
+        if grace_s and _taken_over(Path(run_dir), watched):
+            return
+    kill_all(token, heard.decode().strip() or folder)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+    if grace_s:
+        rendezvous.withdraw(Path(run_dir))
+
+
+def _taken_over(run_dir: Path, watched: int) -> bool:
+    """Whether another controller than the one that was watched has announced itself."""
+    try:
+        found = rendezvous.find(run_dir)
+    except BadInput:
+        return False
+    return found is not None and found.pid != watched and psutil.pid_exists(found.pid)
 
 
 if __name__ == "__main__":
-    _watch(sys.argv[1])
+    _watch(sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4], int(sys.argv[5]))

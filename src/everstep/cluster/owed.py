@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
+from everstep.cluster.host import Host, ProcessEnded
 from everstep.config.recovery_schema import RecoveryConfig
-from everstep.errors import DeadlineExceeded
+from everstep.errors import DeadlineExceeded, EverstepError
 from everstep.recovery.progress import Place, overdue_results
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Member
+
+POLL_S = 0.2
 
 
 class Owed:
@@ -48,6 +52,47 @@ class Owed:
             )
         for worker in sorted(late):
             self._server.expel(worker, f"no progress: {limit} (recovery.call_timeout_s)")
+
+
+def gather(
+    host: Host, server: CoordinatorServer, recovery: RecoveryConfig, is_death: Callable[[str, Member, ProcessEnded | EverstepError], bool],
+    calls: dict[Any, int], called: list[tuple[str, Member]], method: str,
+) -> list[Any] | None:
+    """Results in the order of the ranks; None if a death voided the call (it is made again on those that are left).
+
+    ``called``: each worker, and the life of its replica that it was called in. A rank whose result does not come long after its
+    peers' is expelled (recovery.progress_timeout_s); recovery.call_timeout_s ends the whole call.
+    """
+    owed = Owed(server, recovery, f"the result of {method}")
+    pending = dict(calls)
+    results: list[Any] = [None] * len(called)
+    while pending:
+        for call in host.wait(pending, POLL_S):
+            index = pending.pop(call)
+            worker, member = called[index]
+            owed.gave(worker, member)
+            try:
+                results[index] = host.result(call, worker, method)
+            except (ProcessEnded, EverstepError) as error:
+                if not is_death(worker, member, error):
+                    raise
+                return None
+        view = server.coordinator.view
+        if any(view.member(member.replica) != member for _, member in called):
+            return None
+        owing = [called[index] for index in pending.values()]
+        owed.expel_overdue(owing)
+        if owed.waited(recovery.call_timeout_s) and owing:
+            owed.give_up_call([worker for worker, _ in owing], method)
+    return results
+
+
+def all_done(host: Host, calls: Collection[Any], timeout_s: float) -> bool:
+    """Whether all of them end, well or not, before the deadline."""
+    end, left = time.monotonic() + timeout_s, set(calls)
+    while left and time.monotonic() < end:
+        left -= set(host.wait(left, POLL_S))
+    return not left
 
 
 def _place(worker: str, member: Member) -> Place:

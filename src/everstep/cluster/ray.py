@@ -6,24 +6,28 @@ Training itself, commits and deaths included, goes over the coordinator's channe
 from __future__ import annotations
 
 import contextlib
+import secrets
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
+from ray._raylet import PlacementGroupID
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from everstep.cluster import environment
 from everstep.cluster.actor import RankActor, RefSlots
 from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.formation import Life
 from everstep.cluster.host import NoRoom, ProcessEnded, WorkerInfo, WorkerSpec
 from everstep.cluster.placement import place
 from everstep.cluster.processes import signal_pid, wait_gone
+from everstep.cluster.ray_apart import Apart
 from everstep.cluster.ray_runtime import (
     devices_per_node,
     first_line,
@@ -34,9 +38,8 @@ from everstep.cluster.ray_runtime import (
     uses_gpus,
 )
 from everstep.cluster.ray_watch import NodeWatches
-from everstep.cluster.worker import Life
 from everstep.config.schema import Config
-from everstep.errors import DeadlineExceeded, EverstepError
+from everstep.errors import BadInput, DeadlineExceeded, EverstepError
 from everstep.layout import Layout
 
 _END_S = 30.0
@@ -45,9 +48,13 @@ _POLL_S = 0.2
 
 
 class RayHost:
-    """The :class:`everstep.cluster.host.Host` of launcher ray. Joins the configured cluster, or starts one for this run."""
+    """The :class:`everstep.cluster.host.Host` of launcher ray. Joins the configured cluster, or starts one for this run.
 
-    def __init__(self, config: Config, layout: Layout):
+    With ``recovery.controller_grace_s`` the actors are detached, and a Ray of this run is apart from this process. ``handle``: of
+    the host of a dead controller, whose workers :meth:`attach` will reach.
+    """
+
+    def __init__(self, config: Config, layout: Layout, handle: Mapping[str, Any] | None = None):
         self._config, self._layout = config, layout
         self._actors: dict[str, Any] = {}
         self._bundles: dict[str, int] = {}  # of the placement group
@@ -60,7 +67,15 @@ class RayHost:
         self._closed = False
         self._adding, self._adds = threading.Condition(), 0  # processes that are being started beside the run
         self._own = not ray.is_initialized() and not config.ray.address  # Ray is started for this run, and ends with it
-        self._leave_ray = start_ray(config, layout.devices + config.rollout.engines)
+        self._apart: Apart | None = None
+        if config.recovery.controller_grace_s > 0:
+            if handle is not None and handle.get("kind") != "ray":
+                raise BadInput("--attach: the workers of this run are no actors of Ray; start again with resume=auto")
+            self._apart = Apart(config, layout.devices, secrets.token_hex(8), handle)
+            self._own = bool(self._apart.folder)
+            self._leave_ray = self._apart.close
+        else:
+            self._leave_ray = start_ray(config, layout.devices + config.rollout.engines)
         self.address = ray.util.get_node_ip_address() if config.ray.address else "127.0.0.1"
 
     def start(self, specs: Sequence[WorkerSpec]) -> None:
@@ -72,7 +87,7 @@ class RayHost:
         chosen = [*(node for replica in plan.replica_nodes for node in replica), *plan.spare_nodes]
         device = {"GPU": 1.0} if on_gpu else {}
         bundles = [{"CPU": 1.0, **device, f"node:{node_ip(node)}": 0.001} for node in chosen]
-        self._group = placement_group(bundles, strategy="PACK")
+        self._group = placement_group(bundles, strategy="PACK", lifetime="detached" if self._apart else None)
         deadline = time.monotonic() + config.ray.start_timeout_s
         try:
             ray.get(self._group.ready(), timeout=config.ray.start_timeout_s)
@@ -87,6 +102,21 @@ class RayHost:
             self._start_actor(spec, PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index))
         for spec in specs:
             self._await_start(spec, deadline)
+
+    def handle(self) -> dict[str, Any]:
+        if not self._apart:
+            return {}
+        infos = {worker: [info.pid, info.host, info.node_id] for worker, info in self.infos.items()}
+        return self._apart.handle() | {"group": self._group.id.hex(), "workers": infos, "bundles": self._bundles}
+
+    def attach(self, handle: Mapping[str, Any]) -> None:
+        assert self._apart is not None
+        self._group = PlacementGroup(PlacementGroupID(bytes.fromhex(handle["group"])))
+        self._bundles, self._on_gpu = dict(handle["bundles"]), uses_gpus(self._config)
+        for worker, (pid, host, node) in handle["workers"].items():
+            with contextlib.suppress(ValueError):  # it died with its controller, or before
+                self._actors[worker] = ray.get_actor(worker, self._apart.namespace)
+                self.infos[worker] = WorkerInfo(worker, pid, host, node)
 
     def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str] = ()) -> None:
         where: Any = "SPREAD"  # anywhere: a node that came to the cluster since, or came back
@@ -131,9 +161,10 @@ class RayHost:
     def _start_actor(self, spec: WorkerSpec, where: Any) -> None:
         host, port = spec.store
         env = environment.worker_environment(self._config) | {"MASTER_ADDR": host, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
+        apart = {"lifetime": "detached", "namespace": self._apart.namespace, "name": spec.worker_id} if self._apart else {}
         self._actors[spec.worker_id] = self._remote.options(
             num_cpus=1, num_gpus=1 if self._on_gpu else 0, max_restarts=0, max_task_retries=0, runtime_env={"env_vars": env},
-            scheduling_strategy=where,
+            scheduling_strategy=where, **apart,
         ).remote(spec)
 
     def _await_start(self, spec: WorkerSpec, deadline: float) -> None:
@@ -186,6 +217,8 @@ class RayHost:
         return ""
 
     def end(self, worker: str) -> None:
+        if worker not in self._actors:
+            return  # it was gone before this controller came
         ray.kill(self._actors[worker], no_restart=True)
         if worker in self.infos and not self._await_lease(worker):
             self.signal(worker, signal.SIGKILL)

@@ -6,6 +6,9 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +26,46 @@ from everstep.errors import (
     WorkerFailed,
 )
 
+_QUIET: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": True}
+_HEAD_S = 60.0
+
+
+def join_ray(address: str, **more: Any) -> None:
+    """Connect to the cluster at ``address``. Raises BadInput."""
+    with kept_signal_handlers():
+        try:
+            ray.init(address=address, **_QUIET, **more)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise BadInput(f"ray.address={address}: no Ray cluster answers there ({error}); start one with `ray start`") from error
+
+
+def start_head(token: str, folder: str, processes: int) -> str:
+    """A Ray cluster of this machine that does not end with this process; returns its address.
+
+    All its processes carry ``token``, by which they are ended (:func:`everstep.cluster.orphans.kill_all`); its sockets and logs are in
+    ``folder``. Raises WorkerFailed.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    _private_ray()
+    done = subprocess.run(
+        [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}",
+         f"--num-cpus={max(processes + 1, os.cpu_count() or 1)}", "--include-dashboard=false", f"--object-store-memory={512 << 20}",
+         f"--temp-dir={folder}", "--disable-usage-stats"],
+        env=os.environ | {TOKEN: token}, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=_HEAD_S,
+    )
+    if done.returncode:
+        raise WorkerFailed(f"`ray start --head` failed: {(done.stderr or done.stdout).strip()[-300:]}")
+    return f"127.0.0.1:{port}"
+
+
+def _private_ray() -> None:
+    """Of a cluster of this run alone, on this machine."""
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # calls that a death voided are given up, not forgotten
+
 
 def start_ray(config: Config, processes: int) -> Callable[[], None]:
     """Connect to the configured cluster, or start one for this run; returns what undoes it. BadInput.
@@ -31,25 +74,18 @@ def start_ray(config: Config, processes: int) -> Callable[[], None]:
     """
     if ray.is_initialized():
         return lambda: None
-    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": True}
     address = config.ray.address
     with kept_signal_handlers(), contextlib.ExitStack() as undo:
         if address:
-            try:
-                ray.init(address=address, **quiet)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise BadInput(f"ray.address={address}: no Ray cluster answers there ({error}); start one with `ray start`") from error
+            join_ray(address)
         else:
-            if "RAY_AUTH_MODE" not in os.environ:
-                os.environ["RAY_AUTH_MODE"] = "disabled"  # a cluster of this run alone, on this machine
-            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-            os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # calls that a death voided are given up, not forgotten
+            _private_ray()
             token = secrets.token_hex(16)
             watch = undo.enter_context(Watch(token))
             os.environ[TOKEN] = token  # Ray's processes inherit it
             try:
                 context: Any = ray.init(num_cpus=max(processes + 1, os.cpu_count() or 1), include_dashboard=False,
-                                        object_store_memory=512 << 20, _node_ip_address="127.0.0.1", **quiet)
+                                        object_store_memory=512 << 20, _node_ip_address="127.0.0.1", **_QUIET)
             finally:
                 del os.environ[TOKEN]
             watch.also_of(context.address_info["session_dir"])

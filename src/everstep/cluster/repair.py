@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
-from everstep.cluster.worker import Formation
+from everstep.cluster.formation import Formation
 from everstep.errors import EverstepError, WorkerFailed
 from everstep.recovery.view import Member
 
@@ -61,6 +61,14 @@ class Repair:
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._loop, name="repair", daemon=True)
         self._thread.start()
+
+    def adopt(self, gone: set[str], broken: list[int]) -> None:
+        """Workers that are known to be gone (after a takeover), and replicas that must be formed anew."""
+        self._dead |= gone
+        self._broken += broken
+        self._tell("look", "")
+        for worker in sorted(gone):
+            self._tell("died", worker)
 
     def worker_died(self, worker: str) -> None:
         self._tell("died", worker)

@@ -19,6 +19,7 @@ from typing import Any
 import xxhash
 
 from everstep.checkpoint.choose import Chosen
+from everstep.cluster import takeover
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s
 from everstep.config import derive
 from everstep.config.schema import Config
@@ -32,7 +33,7 @@ from everstep.errors import (
     WorkerFailed,
 )
 from everstep.recovery.board import Board, Journal, Place, Result, Who, Work
-from everstep.recovery.commitlog import CommitLog
+from everstep.recovery.commitlog import CommitLog, Past
 from everstep.recovery.coordinator import Coordinator, Mode, State
 from everstep.recovery.desk import Listener
 from everstep.recovery.faults import FaultInjector
@@ -40,7 +41,7 @@ from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Kind, Member, Record
 from everstep.run_dir import RunDir
 from everstep.telemetry.diagnosis import Diagnosis
-from everstep.telemetry.events import EventLog
+from everstep.telemetry.events import EventLog, read_events
 from everstep.telemetry.status import Pulse
 
 TICK_S = 0.1
@@ -93,8 +94,8 @@ class ServedRun:
         self._held_since: float | None = None
         self._start, self._opened = start, False
         recovery = config.recovery
-        self._log = CommitLog(run_dir.path / "commits.log", start_at=chosen.step, go_on=go_on)
-        self._past = self._log.past.open_records if go_on else ()
+        self._log = CommitLog(run_dir.path / "commits.log", takeover=go_on)
+        self._past = self._log.past if go_on else None
         self._events = EventLog(run_dir.events / "lead.jsonl", "lead", offer)
         everybody = self.layout.replicas
         minimum = recovery.min_replicas if recovery.enabled and recovery.mode != "wait" else everybody
@@ -116,9 +117,8 @@ class ServedRun:
             lambda: self.server, self._place_of, self._signal, self._process, lambda: [], {},
         )
         self._injector = FaultInjector(config.faults, target, self._events)
-        for record in self._past:  # lives are never named again
-            for member in record.view.members:
-                self._know(member)
+        for member in self._past.members.values() if self._past else ():  # lives are never named again
+            self._know(member)
         if not go_on:
             self._events.emit("run_start", step=chosen.step, attempt=run_dir.attempt, recipe=config.recipe, launcher="local",
                               replicas=everybody, spares=0)
@@ -154,7 +154,7 @@ class ServedRun:
             return {
                 "build": member.build, "workers": list(member.workers), "run_dir": str(self.run_dir.path), "attempt": self.run_dir.attempt,
                 "checkpoint": str(self.chosen.path) if self.chosen.path else "", "step": self.chosen.step,
-                "explained": self.chosen.explain(), "join": self._opened or bool(self._past), "reference": self.board.has_reference,
+                "explained": self.chosen.explain(), "join": self._opened or self._past is not None, "reference": self.board.has_reference,
                 "store_port": self._store_port, "generation": self.board.generation,
             }
 
@@ -337,7 +337,7 @@ class ServedRun:
     def _open_if_due(self) -> None:
         now, wait_s = time.monotonic(), self.config.lighthouse.wait_s
         if self._past:
-            self._go_on_if_due(now)
+            self._go_on_if_due(self._past, now)
             return
         expected = self._start.expected
         ready = [life.member for _, life in sorted(self._replicas.items()) if life.formed and not life.gone]
@@ -355,25 +355,35 @@ class ServedRun:
                 f"{self._minimum}; start the others, or lower recovery.min_replicas"
             )
 
-    def _go_on_if_due(self, now: float) -> None:
-        """After a restart of the lighthouse: once the living members of the last view are here."""
-        last = self._past[-1].view
-        back, missing = [], []
-        for member in last.members:
-            life = self._replicas.get(member.replica)
-            if life and life.member == member and all(self.server.connected(w) for w in member.workers):
-                back.append(member)
-            elif life is None or (life.member == member and not life.gone):
-                missing.append(member)  # it may come; one that is in a later life is dead for sure
-        if not missing or now - self._start.since > self.config.recovery.silence_s:
-            self._opened = True
-            if (begun := self._announced.get(last.committed + 1)) is not None:
-                self._begun = (last.committed + 1, _digest(begun[0]))
-            self._say(f"going on after step {last.committed} with replicas {[m.replica for m in back]}")
-            self.server.resume(self._past, back, self._announced.get(last.committed + 1))
-            for life in self._replicas.values():
-                if life.formed and not life.gone and life.member not in back:
-                    self.server.joiner(life.member)
+    def _go_on_if_due(self, past: Past, now: float) -> None:
+        """After a restart of the lighthouse: once the living members of the last view are here, and have said what they hold."""
+        assert past.last is not None
+        there = {w for life in self._replicas.values() if not life.gone for w in life.member.workers if self.server.connected(w)}
+        waited_for = [member for member in past.last.view.members if self._may_come(member) and not there.issuperset(member.workers)]
+        if waited_for and now - self._start.since <= self.config.recovery.silence_s:
+            return
+        self._opened = True
+        told = {worker: takeover.Told.parse(said) for worker, said in self.server.told.items() if worker in there}
+        decided = takeover.decide(past, told, self.run_dir.path)
+        begun = self._announced.get(decided.last.view.committed + 1)
+        if begun is not None:
+            self._begun = (decided.last.view.committed + 1, _digest(begun[0]))
+        self.server.take_over(
+            decided.last, decided.commit, decided.members, self.layout.replicas, takeover.noted(read_events(self.run_dir.events)),
+            decided.healing, begun,
+        )
+        view = self.server.coordinator.view
+        self._events.emit("takeover", step=view.committed, epoch=view.epoch.key, incarnation=self._log.incarnation, members=list(view.replicas),
+                          workers=sorted(told), seconds=now - self._start.since)
+        self._say(f"going on after step {view.committed} with replicas {list(view.replicas)}")
+        for life in self._replicas.values():
+            if life.formed and not life.gone and life.member not in (*view.members, *decided.last.view.members):
+                self.server.joiner(life.member)
+
+    def _may_come(self, member: Member) -> bool:
+        """A member under the lighthouse before; one that is in a later life is dead for sure."""
+        life = self._replicas.get(member.replica)
+        return life is None or (life.member == member and not life.gone)
 
     def _must_have_members(self) -> None:
         coordinator, causes = self.server.coordinator, "; ".join(f"{w}: {c}" for w, c in sorted(self.server.dead.items()))

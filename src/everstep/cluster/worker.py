@@ -14,22 +14,25 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, NoReturn, Protocol, cast
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint import manifest, rng, saving, sharded
+from everstep.checkpoint import manifest, memory, rng, saving, sharded
 from everstep.checkpoint.index import Index
 from everstep.checkpoint.storage import place
 from everstep.checkpoint.writer import RankWriter, Ticket
+from everstep.cluster import orphaned
 from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.formation import Formation, Life, called_off
 from everstep.cluster.group import Role
 from everstep.cluster.island import Island, Round, RoundWork, without_participants
 from everstep.cluster.processes import out_of_memory
-from everstep.cluster.rank_state import Kept, WholeState, clip
+from everstep.cluster.rank_state import Kept, WholeState, clip, with_digests_of
+from everstep.cluster.run_store import RunStore
 from everstep.cluster.slots import micro_batches, with_evaluated
 from everstep.config import derive
 from everstep.config.schema import Config
@@ -38,14 +41,13 @@ from everstep.engine.groups import close_groups
 from everstep.engine.loss import LossFn, LossSpec
 from everstep.engine.offload import Part
 from everstep.engine.step import Engine
-from everstep.errors import CoordinatorLost, DeadlineExceeded, EverstepError, ReplicaBroken, WorkerFailed
+from everstep.errors import CoordinatorLost, DeadlineExceeded, EverstepError, ReplicaBroken, Superseded, WorkerFailed
 from everstep.layout import Position
 from everstep.recovery.control import Control
 from everstep.recovery.healing import Healing
 from everstep.recovery.ledger import Contribution, Ledger, SlotLedger, SumLedger
 from everstep.recovery.link import Link, Links
 from everstep.recovery.replica import ReplicaWorld
-from everstep.recovery.store import RunStore
 from everstep.recovery.transaction import StepReport, Total, Transaction
 from everstep.recovery.victim import Victim
 from everstep.recovery.view import Kind, Record
@@ -56,8 +58,6 @@ from everstep.telemetry.events import EventLog
 
 LOG = logging.getLogger(__name__)
 
-Life = tuple[int, int]  # (replica, build): one formation of a replica, and what every call says it is meant for
-
 CALL_PHASES = {  # what a rank says it does; other methods: "call"
     "save_shard": "save", "generate": "rollout", "send_weights": "send", "form": "form", "logprobs": "logprobs",
     "values": "values",
@@ -65,30 +65,6 @@ CALL_PHASES = {  # what a rank says it does; other methods: "call"
 STEPS = ("train_step", "train_round")  # they tell their phases themselves
 BROKEN_NOTICE_S = 5.0  # how long a failed collective waits for the coordinator to say that a rank is gone
 OUT_OF_MEMORY_STATUS = 12  # ENOMEM
-
-
-@dataclass(frozen=True)
-class Formation:
-    """A place in a replica's life number ``build``. ``start``: where the state comes from.
-
-    ``weights``: model.path or the seed (everybody, at the start of a run); ``peer``: a contributor, when the replica joins (a
-    rank that lived on keeps its memory and heals only what it missed; weights that LoRA freezes come from model.path).
-    """
-
-    replica: int
-    rank: int
-    build: int
-    workers: tuple[str, ...]
-    start: str
-    reference: bool  # whether the run keeps a reference model by now
-
-    @property
-    def world_name(self) -> str:
-        return f"replica/{self.replica}/{self.build}"
-
-    @property
-    def life(self) -> Life:
-        return self.replica, self.build
 
 
 class Slots(Protocol):
@@ -135,11 +111,13 @@ class Worker:
 
     def __init__(
         self, config: Config, worker_id: str, device: torch.device, control: Control,
-        store_address: tuple[str, int], events: EventLog,
+        store_address: tuple[str, int], events: EventLog, copies: Path,  # their folder (everstep.checkpoint.memory)
     ):
         self.config, self.worker_id, self.device, self.control, self.events = config, worker_id, device, control, events
-        self._store_address = store_address
-        self.store = RunStore(self._open_store)  # for questions that are answered at once
+        self.store = RunStore(store_address, config.recovery.link_timeout_s, comes_back=config.replica.id is not None)
+        self._copies = copies
+        self._keeper: memory.Keeper | None = None
+        self._has_reference = False
         self._source = source.resolve(config.model)
         self._critic_source = source.resolve(derive.critic(config).model) if config.recipe == "ppo" else None
         self._tokenizer: Any = None
@@ -153,9 +131,10 @@ class Worker:
         self._entered = threading.Event()  # a view has included this worker in its present formation
         self.layout = derive.layout(config)
         self.on_expelled: Callable[[], None] = self._abort_collectives  # this life is no member any more; on the control thread
-        self._writer = RankWriter(self._open_store, device, events)
+        self._writer = RankWriter(self.store.open, device, events)
         self.victim = Victim(worker_id, events, control.fault_word, lambda: "step {}, {}".format(*control.where))
         control.on_record, control.on_fenced = self._on_record, self._fenced
+        control.describe, control.on_adopted = lambda: orphaned.describe(self), lambda found: orphaned.adopted(self, found)
         control.on_order, control.on_phase = self.victim.obey, self.victim.enter
         control.on_diagnose = lambda folder: diagnosis.write_collectives(folder, worker_id)
         events.emit("process_start", device=str(device))
@@ -238,7 +217,7 @@ class Worker:
         if not dist.is_initialized():  # torchrun's world is made by the launcher
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
-                store=dist.PrefixStore(formation.world_name, self._open_store()), rank=formation.rank, world_size=size, timeout=timeout,
+                store=dist.PrefixStore(formation.world_name, self.store.open()), rank=formation.rank, world_size=size, timeout=timeout,
             )
         loads = formation.start == "weights" or (self.config.lora.rank and kept is None)
         engine = Engine(self.config, self._source.hf_config, self.position, self.layout, self.device)
@@ -267,15 +246,20 @@ class Worker:
             self._state.version = kept.version
         replica, rank, recovery, control = formation.replica, formation.rank, self.config.recovery, self.control
         build: Callable[[str, Any], Link] = lambda name, replicas: Link(
-            name, replicas, replica, rank, self._open_store(), self.device, recovery.link_timeout_s
+            name, replicas, replica, rank, self.store.open(), self.device, recovery.link_timeout_s
         )
         self._links = Links(build, recovery.link_timeout_s)
         world = ReplicaWorld(str(replica), size, recovery.step_timeout_s, self._is_broken)
-        healing = Healing(replica, rank, cast(dist.Store, self.store), control.local_host, self._state, recovery, self.events, control.wants_heal)
+        healing = Healing(replica, rank, self.store.as_store, control.local_host, self._state, recovery, self.events, control.wants_heal)
         self._transaction = Transaction(
             recovery, replica, formation.build, rank, self.worker_id, control, self._links, world, healing, self._state, self.events
         )
         self.events.emit("form", epoch=self.control.epoch.key, replica=replica, rank=rank, build=formation.build, world_size=size)
+        self._keeper, self._has_reference = None, formation.reference
+        if self.config.recovery.memory_checkpoint_every:
+            self._keeper = memory.Keeper(self._copies, replica, rank, self.events)
+            if formation.start == "weights":
+                self._copy()
         how = formation.start if formation.start == "peer" else self.config.model.init
         self.events.emit("model_ready", replica=replica, rank=rank, source="heal" if how == "peer" else how)
 
@@ -294,11 +278,6 @@ class Worker:
             self._kept = Kept(self.layout.position(formation.rank), state.tensors(frozen=True), state.scalars(), state.version)
         state.close()
         self.events.emit("release", replica=formation.replica, rank=formation.rank)
-
-    def _open_store(self) -> dist.Store:
-        """A connection of its own for whoever waits in the store: the client serves one call at a time."""
-        host, port = self._store_address
-        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.config.recovery.link_timeout_s))
 
     # -- the coordinator's log (on the control thread) -----------------------------------------------------------------------
 
@@ -356,8 +335,12 @@ class Worker:
             LOG.info("%s ended: %s", method, error)
             self.leave()
             raise
+        except Superseded:
+            raise
         except EverstepError as error:
             LOG.warning("%s ended: %s: %s", method, type(error).__name__, error)
+            if self.control.orphaned:
+                self.leave()
             raise
         except Exception as error:
             formation = self._formation
@@ -367,6 +350,8 @@ class Worker:
             if formation and isinstance(error, RuntimeError | ValueError) and len(formation.workers) > 1 and self._wait_broken():
                 self.leave()
                 raise ReplicaBroken(f"replica {formation.replica}: {error} (in {method})") from error
+            if self.control.orphaned:  # what a dead controller shared may be gone: the other ranks of the replica must not wait for me
+                self.leave()
             who = f"rank {formation.replica}/{formation.rank}" if formation else f"spare {self.worker_id}"
             what = f"step {getattr(args[0], 'step', args[0])}" if method in STEPS else method
             LOG.exception("%s failed in %s", who, what)
@@ -396,23 +381,29 @@ class Worker:
         while time.monotonic() < end:
             if self._is_broken():
                 return True
+            if self.control.orphaned:  # nobody can say so at present
+                return False
             time.sleep(0.01)
         return False
 
     def train_step(
-        self, step: int, slots: Slots, loss: LossSpec, lr: float, temperature: float, role: Role = "actor"
+        self, step: int, slots: Slots, loss: LossSpec, lr: float, temperature: float, role: Role, incarnation: int | None
     ) -> StepReport:
+        """``incarnation``: of the coordinator beside the controller that calls; a call of a dead one is given up. None: the recipe that
+        calls is in the ranks, and outlives coordinators."""
         assert self._transaction is not None
         engine = self._work_with(role)
-        report = self._transaction.run(StepWork(self, step, slots, loss.build(), lr, temperature, engine))
+        report = self._transaction.run(StepWork(self, step, slots, loss.build(), lr, temperature, engine), incarnation)
+        if self._keeper and step % self.config.recovery.memory_checkpoint_every == 0:
+            self._copy()
         sums, metrics = engine.read_sums(report.sums)
         return dataclasses.replace(report, sums=sums, metrics=metrics)
 
-    def train_round(self, round: Round, slots: Slots, loss: LossSpec, rollout: LossSpec | None = None) -> StepReport:
+    def train_round(self, round: Round, slots: Slots, loss: LossSpec, rollout: LossSpec | None, incarnation: int | None) -> StepReport:
         """A round of semi-synchronous training. ``rollout``: names what makes the samples (everstep.cluster.island.Rollout)."""
         assert self._transaction is not None
         made: Any = rollout.build() if rollout else None
-        report = self._transaction.run(RoundWork(self, round, slots, loss.build(), made))
+        report = self._transaction.run(RoundWork(self, round, slots, loss.build(), made), incarnation)
         sums, metrics = self.engine.read_sums(without_participants(report.sums))
         return dataclasses.replace(report, sums=sums, metrics=metrics)
 
@@ -452,7 +443,7 @@ class Worker:
                 pass
             return {}
         with contextlib.ExitStack() as closing:
-            ends = {n: closing.enter_context(sync.stream(s, cast(dist.Store, self.store), self.config.rollout.sync_timeout_s)) for n, s in streams.items()}
+            ends = {n: closing.enter_context(sync.stream(s, self.store.as_store, self.config.rollout.sync_timeout_s)) for n, s in streams.items()}
             served, missed = sync.all_served(ends, self.control.local_host)
             _, failed = sync.send(served, export(), version)
         return missed | failed
@@ -476,6 +467,8 @@ class Worker:
         """The current weights become the reference model."""
         self._settle_save()
         self.engine.keep_reference()
+        self._has_reference = True
+        self._copy()  # the one before lacks it
 
     def offload_to_cpu(self, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
         """Bytes freed on this rank's device, by part, their contents being in host memory now; see ``Engine.offload_to_cpu``.
@@ -538,13 +531,29 @@ class Worker:
         self.state.version = None
         named = {f"island-{replica}": index.island(replica)} if self.state.island else {}
         scalars = index.scalars_of(named.get(f"island-{replica}", "model"))[rank if alike else 0]
-        self.state.load_scalars(scalars if alike else _with_digests_of(self.state.scalars(), scalars))
+        self.state.load_scalars(scalars if alike else with_digests_of(self.state.scalars(), scalars))
         for part, logical in self.state.logical(replica).items():
             sharded.load_part(index, named.get(part, part), logical)
         self.state.restore()
         self.state.version = version
         rng.restore(sharded.rng_states(index, replica, rank), self.device)
         self.events.emit("load", step=version, path=address)
+        self._copy()
+
+    def memory_copies(self) -> list[int]:
+        """Steps of which this node has a whole copy of my position's state."""
+        return memory.offers(self._copies, self.formation.rank)
+
+    def restore_copy(self, version: int) -> None:
+        """Go back to a copy in this node's memory."""
+        self.state.version = None
+        path = memory.restore(self._copies, self.formation.rank, version, self.state)
+        self.state.version = version
+        self.events.emit("load", step=version, path=str(path))
+
+    def _copy(self) -> None:
+        if self._keeper and self.state.version is not None:
+            self._keeper.copy(self.state.version, self.state.tensors(), self.state.scalars())
 
     def memory_bytes(self) -> int:
         """Device memory in use (CUDA), or resident memory of the process (CPU)."""
@@ -581,19 +590,7 @@ class Worker:
         self._rollout_weights = self.state.weights_key
 
 
-def called_off(life: Life) -> str:
-    """The store's key that says that this formation will never be complete."""
-    return f"replica/{life[0]}/{life[1]}/off"
-
-
 def _seed(seed: int, step: int, slot: int, dp: int) -> int:
     """RNG seed of a micro-batch: whoever computes it, in whatever attempt, draws the same numbers (rule 15)."""
     digest = hashlib.blake2b(f"{seed}/{step}/{slot}/{dp}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _with_digests_of(mine: dict[str, Any], scalars: dict[str, Any]) -> dict[str, Any]:
-    """``scalars`` of a rank of another layout: the digests of what LoRA froze are of that rank's cut, so this one's own stand in."""
-    changed = {name: mine[name] for name in scalars if name == "frozen_digest" and name in mine}
-    inner = {name: _with_digests_of(mine[name], value) for name, value in scalars.items() if isinstance(value, dict) and name in mine}
-    return scalars | changed | inner

@@ -60,6 +60,11 @@ def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> deriv
     _check_engines(config)
     if config.checkpoint.keep_best and not config.data.eval_source:
         raise ConfigError("checkpoint.keep_best=true needs held-out data to find the best by: set data.eval_source, or checkpoint.keep_best=false")
+    if config.recovery.memory_checkpoint_every and config.recipe in ("grpo", "ppo") and max(map(sizes.updates_of, range(1, config.rl.iterations + 1))) > 1:
+        raise ConfigError(
+            f"recovery.memory_checkpoint_every={config.recovery.memory_checkpoint_every} may lead back into the middle of an iteration of "
+            f"several updates, whose samples are gone by then; use recipe={config.recipe} with one update per iteration, or set it to 0"
+        )
     _check_faults(config, sizes, environ)
     if config.engine.sequence_parallel and sizes.layout.tp == 1:
         raise ConfigError(
@@ -160,6 +165,16 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
             )
         if config.replica.id is not None and importlib.util.find_spec("torchft") is None:
             raise ConfigError("several replicas under torchrun need torchft, which is not installed: pip install torchft==0.2.0")
+        if config.recovery.controller_grace_s:
+            owner = "rank 0 is the controller, and torchrun restarts it" if config.replica.id is None else "for a lighthouse ranks wait lighthouse.wait_s"
+            raise ConfigError(
+                f"{how}: {owner}; recovery.controller_grace_s={config.recovery.controller_grace_s:g} is for launcher=ray"
+            )
+        if config.recovery.memory_checkpoint_every:
+            raise ConfigError(
+                f"{how}: nobody goes back to copies in memory there; set recovery.memory_checkpoint_every=0 "
+                f"(now {config.recovery.memory_checkpoint_every}), or use launcher=ray"
+            )
         if config.rollout.engines:
             raise ConfigError(f"{how} has no place for rollout.engines={config.rollout.engines}; use launcher=ray, or rollout.engines=0")
         if layout.spares:
@@ -215,10 +230,15 @@ def _check_recovery(config: Config) -> None:
         raise ConfigError(
             f"layout.spares={layout.spares} wait for deaths that recovery.enabled=false does not survive; set one of the two"
         )
-    if layout.spares and layout.replicas == 1:
+    if layout.spares and layout.replicas == 1 and not (recovery.memory_checkpoint_every or config.checkpoint.every_steps):
         raise ConfigError(
-            f"layout.spares={layout.spares} with layout.replicas=1: a spare heals from the same rank of another "
-            "replica; use layout.replicas=2 or more, or layout.spares=0"
+            f"layout.spares={layout.spares} with layout.replicas=1: a spare heals from another replica, and there is none; set "
+            "recovery.memory_checkpoint_every or checkpoint.every_steps, or use layout.replicas=2 or more, or layout.spares=0"
+        )
+    if recovery.memory_checkpoint_every and not recovery.enabled:
+        raise ConfigError(
+            f"recovery.memory_checkpoint_every={recovery.memory_checkpoint_every} makes copies for deaths that recovery.enabled=false "
+            "does not survive; set one of the two"
         )
     if recovery.enabled and recovery.mode == "wait" and not layout.spares and config.replica.id is None:
         raise ConfigError(
@@ -227,6 +247,26 @@ def _check_recovery(config: Config) -> None:
     if recovery.exact and not config.engine.deterministic:
         raise ConfigError(
             "recovery.exact=true promises equal bits, which engine.deterministic=false does not give; set engine.deterministic=true"
+        )
+    if recovery.memory_checkpoint_every and config.semisync.method != "none":
+        raise ConfigError(
+            f"recovery.memory_checkpoint_every={recovery.memory_checkpoint_every} serves ranks of any replica from a copy of another one's, "
+            f"but with semisync.method={config.semisync.method} their local states differ; set it to 0"
+        )
+    if recovery.controller_grace_s and not recovery.enabled:
+        raise ConfigError(
+            f"recovery.controller_grace_s={recovery.controller_grace_s:g} lets workers wait for another controller, which "
+            "recovery.enabled=false does not survive; set one of the two"
+        )
+    if recovery.controller_grace_s and config.rollout.engines:
+        raise ConfigError(
+            f"recovery.controller_grace_s={recovery.controller_grace_s:g}: rollout engines end with their controller, and one that takes "
+            f"over finds none; use rollout.engines=0 (now {config.rollout.engines}), or recovery.controller_grace_s=0"
+        )
+    if recovery.controller_restarts and not recovery.controller_grace_s:
+        raise ConfigError(
+            f"recovery.controller_restarts={recovery.controller_restarts}, but with recovery.controller_grace_s=0 the workers end with "
+            "their controller; set recovery.controller_grace_s=60, for example"
         )
     if recovery.min_replicas > layout.replicas:
         raise ConfigError(

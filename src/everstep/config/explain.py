@@ -36,6 +36,8 @@ UNITS = {
     "replica.count": "replicas",
     "recovery.standby_links_up_to": "replicas",
     "recovery.quarantine_after": "replicas",
+    "recovery.memory_checkpoint_every": "optimizer steps",
+    "recovery.controller_restarts": "starts of a controller",
     "recovery.restart_attempts": "processes in a row",
     "layout.tp": "ranks",
     "layout.pp": "ranks",

@@ -116,6 +116,23 @@ def save(config: Config, path: str | Path) -> Path:
     return path
 
 
+#: What may differ between the controller that started a run and one that takes over: it changes nothing of what is trained.
+_FREE = ("resume", "faults", "telemetry.", "recovery.controller_restarts")
+
+
+def differing(config: Config, saved: str | Path) -> list[str]:
+    """Keys in which ``config`` is another than the one that :func:`save` wrote, those left out that do not matter for a takeover."""
+    mine, theirs = _flat(config.model_dump()), _flat(load_config(saved).model_dump())
+    return [key for key in sorted(mine | theirs) if mine.get(key) != theirs.get(key) and not key.startswith(_FREE)]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
 def _escape(value: Any) -> Any:
     # `${` is an interpolation in YAML that we read; a literal one must survive the round trip.
     if isinstance(value, str):

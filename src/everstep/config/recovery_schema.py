@@ -98,6 +98,26 @@ class RecoveryConfig(Section):
         description="A rank that hears nothing from the coordinator for this long is cut off: it stops contributing, and on a lost "
         "node counts as dead after this time.",
     )
+    memory_checkpoint_every: int = Field(
+        0,
+        ge=0,
+        description="Optimizer steps between copies of every rank's state in the shared memory of its node, for when no living replica "
+        "holds the last step (with one replica, any death): all go back to the newest copy and repeat the steps since. Costs twice the "
+        "state in host memory. 0: none; they go back to the last checkpoint.",
+    )
+    controller_grace_s: float = Field(
+        0.0,
+        ge=0,
+        description="Seconds for which workers outlive a controller that was killed, keep their state and wait for `everstep train "
+        "CONFIG --attach` (or recovery.controller_restarts) to take over; then they end and remove everything. 0: they end with it "
+        "(launcher ray).",
+    )
+    controller_restarts: int = Field(
+        0,
+        ge=0,
+        description="How often `everstep train` starts a new controller by itself when one was killed. Needs "
+        "recovery.controller_grace_s.",
+    )
     call_timeout_s: float = Field(
         3600.0,
         gt=0,

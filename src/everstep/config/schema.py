@@ -3,7 +3,7 @@
 Units are part of the names: ``_s`` seconds, ``_tokens`` tokens, ``samples_per_step`` samples. A default
 belongs here and nowhere else. Fields exist only once something obeys them. Files and overrides become a tree
 in ``load.py``, combinations are checked in ``check.py``, sizes that follow are computed in ``derive.py``. The
-sections of reinforcement learning are in ``rl_schema.py``.
+sections of reinforcement learning are in ``rl_schema.py``, that of recovery in ``recovery_schema.py``.
 """
 
 from __future__ import annotations

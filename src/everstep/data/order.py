@@ -72,9 +72,9 @@ class SampleStream:
         """Hand out again what was read but not trained."""
         self._read = self._trained
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain data: the frontier, and what it is a position in."""
-        return {"size": self.size, "seed": self.seed, "shuffle": self.shuffle, "name": self.name, "trained": self._trained}
+    def state_dict(self, more: int = 0) -> dict[str, Any]:
+        """Plain data: the frontier, and what it is a position in. ``more``: as it will be once so many more are trained."""
+        return {"size": self.size, "seed": self.seed, "shuffle": self.shuffle, "name": self.name, "trained": self._trained + more}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved frontier. BadInput if it belongs to other data or another order: the same numbers would then

@@ -30,7 +30,7 @@ def train(run: Run) -> None:
         batch = with_reference(run, data.batch(pairs.take(config.dpo.pairs_per_step)))
         watch.lap("timing_s/ref")
         lr = learning_rate(config.optimizer, group.committed_step + 1, total)
-        result = group.train_step(batch, loss, lr)
+        result = group.train_step(batch, loss, lr, state={"pairs": pairs.state_dict(more=config.dpo.pairs_per_step)})
         pairs.mark_trained(config.dpo.pairs_per_step)
         tokens = sum(batch.token_counts())
         watch.lap("timing_s/step")

@@ -104,7 +104,11 @@ def iterate(run: Run, reward: Scorer) -> None:
         watch.lap("timing_s/rollout_ahead")
         for step in transactions(config, stages, record, done=group.committed_step - began_at):
             loss = named(step.update.loss)(context)
-            result = group.train_step(step.batch, loss, step.lr, config.rollout.temperature, step.update.role, step.about)
+            after = state()  # for whoever goes on from the commit record: with this iteration's record, or after it
+            if group.committed_step + 1 == began_at + sizes.updates_of(iteration + 1):
+                after |= {"prompts": prompts.state_dict(more=prompts.read - prompts.trained), "iteration": iteration + 1,
+                          "began_at": group.committed_step + 1, "kl_coef": credit.next_kl_coef(record.samples, rl, kl_coef)}  # fmt: skip
+            result = group.train_step(step.batch, loss, step.lr, config.rollout.temperature, step.update.role, step.about, after)
             if step.last:
                 metrics |= step_metrics(result, step.update.role)  # logged with the iteration, below
                 watch.lap(timing(step.update.name))
@@ -171,8 +175,10 @@ def islands(run: Run, prompts: SampleStream, reward: Scorer, iteration: int, has
         taken = [run.data.train.batch(prompts.take(rl.prompts_per_step)) for _ in range(inner)]
         lrs = [learning_rate(config.optimizer, iteration + i, rl.iterations) for i in range(1, inner + 1)]
         asked = [repeat_prompts(batch, rl.samples_per_prompt) for batch in taken]
-        result = run.train(asked, island.loss_spec(config), lrs, config.rollout.temperature, island.ROLLOUT)
-        prompts.mark_trained(sum(map(len, taken)))
+        used = sum(map(len, taken))
+        after = state() | {"prompts": prompts.state_dict(more=used), "iteration": iteration + inner}
+        result = run.train(asked, island.loss_spec(config), lrs, config.rollout.temperature, island.ROLLOUT, after)
+        prompts.mark_trained(used)
         iteration += inner
         watch.lap("timing_s/step")
         metrics = step_metrics(result, "actor", inner) | {
@@ -198,7 +204,7 @@ def warm_up(run: Run, state: Callable[[], dict[str, Any]]) -> None:
     while group.committed_step * inner < config.warmup.steps:
         watch = Stopwatch()
         batches = [data.batch(stream.take(config.warmup.samples_per_step)) for _ in range(inner)]
-        result = run.train(batches, sft.LOSS, [config.warmup.lr] * inner)
+        result = run.train(batches, sft.LOSS, [config.warmup.lr] * inner, state=state())
         stream.mark_trained(sum(map(len, batches)))
         tokens = sum(sum(batch.token_counts()) for batch in batches)
         metrics = step_metrics(result, "train", inner) | {"perf/total_num_tokens": float(tokens)}

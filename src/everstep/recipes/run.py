@@ -69,13 +69,14 @@ class Run:
         return derive.inner_steps(self.config)
 
     def train(
-        self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None
+        self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None,
+        state: dict[str, Any] | None = None,
     ) -> StepResult:
-        """The next committed step, over a batch and a learning rate for each of its ``inner_steps``."""
+        """The next committed step, over a batch and a learning rate for each of its ``inner_steps``. ``state``: the recipe's, then."""
         if self.config.semisync.method != "none":
-            return self.group.train_round(batches, loss, lrs, temperature, rollout)
+            return self.group.train_round(batches, loss, lrs, temperature, rollout, state)
         (batch,), (lr,) = batches, lrs
-        return self.group.train_step(batch, loss, lr, temperature)
+        return self.group.train_step(batch, loss, lr, temperature, state=state)
 
     def note(self, text: str) -> None:
         if self.console and self.group.is_lead:

@@ -30,9 +30,10 @@ def train(run: Run) -> None:
         lrs = [learning_rate(config.optimizer, done + i, total) for i in range(1, inner + 1)]
         sizes = [step_size(config, config.sft.samples_per_step, lr, group.dealt_replicas) for lr in lrs]
         batches = [data.batch(stream.take(size.samples)) for size in sizes]
-        result = run.train(batches, LOSS, [size.lr for size in sizes])
+        trained = sum(map(len, batches))
+        result = run.train(batches, LOSS, [size.lr for size in sizes], state={"stream": stream.state_dict(more=trained)})
         done += inner
-        stream.mark_trained(sum(map(len, batches)))
+        stream.mark_trained(trained)
         tokens = sum(sum(batch.token_counts()) for batch in batches)
         metrics = step_metrics(result, "train", inner) | {
             "training/pass": stream.trained / stream.size,

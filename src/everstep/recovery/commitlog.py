@@ -10,27 +10,50 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from everstep.errors import BadInput, InvariantViolated
-from everstep.recovery.view import Kind, Record
+from everstep.recovery.view import Kind, Member, Record
 
 
 @dataclass(frozen=True)
 class Past:
-    """What an existing record says: the last incarnation and the last committed step (0: none), the records of that incarnation's
-    run that are of use to a coordinator that goes on with it (the last ones; none if the run was closed in order)."""
+    """What an existing record says: the last incarnation and the last committed step (0: none). The rest is of the newest start of
+    the run, over all coordinators that took over since: its newest record and newest commit, the newest life of each replica, and the
+    recipe's state after each step that stands. Nothing of it is there if the run was ended in order."""
 
     incarnation: int
     committed: int
-    open_records: tuple[Record, ...] = ()
+    last: Record | None = None
+    commit: Record | None = None
+    members: dict[int, Member] = field(default_factory=dict)
+    states: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
-RECENT = 64  # records that a member may have missed while there was no coordinator are far fewer
+def _past(entries: list[dict[str, Any]]) -> Past:
+    start = max((i for i, e in enumerate(entries) if e["kind"] == "close" or (e["kind"] == "open" and not e.get("takeover"))), default=0)
+    last = commit = None
+    members: dict[int, Member] = {}
+    states: dict[int, dict[str, Any]] = {}
+    for entry in entries[start:]:
+        if entry["kind"] in ("open", "close"):
+            continue
+        last = Record.from_json(entry)
+        members |= {m.replica: m for m in last.view.members}
+        if last.kind is Kind.COMMIT:
+            commit = last
+        elif last.kind is Kind.ROLLBACK:
+            states = {step: state for step, state in states.items() if step <= last.step}
+            commit = None
+        if last.state is not None:
+            states[last.view.committed] = last.state
+    commits = [e["step"] for e in entries if e["kind"] == Kind.COMMIT]
+    incarnation = max((e["incarnation"] for e in entries), default=0)
+    return Past(incarnation, commits[-1] if commits else 0, last, commit, members, states)
 
 
 def _line(body: dict[str, Any]) -> bytes:
@@ -57,9 +80,9 @@ def read(path: Path) -> tuple[list[dict[str, Any]], int]:
 class CommitLog:
     """Raises BadInput if another coordinator holds the lease of this run."""
 
-    def __init__(self, path: Path, start_at: int | None = None, go_on: bool = False):
-        """``start_at``: the committed step the run starts from (a checkpoint); entries of later steps are of an abandoned past.
-        ``go_on``: the members of the last incarnation live, and this one goes on where it ended."""
+    def __init__(self, path: Path, takeover: bool = False):
+        """``takeover``: the log goes on where a dead coordinator left it; else the run starts anew, maybe from a checkpoint, and what is
+        there is of an abandoned past."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -72,14 +95,9 @@ class CommitLog:
             ) from None
         entries, intact = read(path)
         os.ftruncate(self._fd, intact)
-        commits = [e["step"] for e in entries if e["kind"] == Kind.COMMIT]
-        kinds = [e["kind"] for e in entries]
-        began = max((i for i, kind in enumerate(kinds) if kind in ("open", "close")), default=0)
-        records = [Record.from_json(e) for e in entries[began:] if e["kind"] in (Kind.VIEW, Kind.COMMIT)]
-        self.past = Past(max((e["incarnation"] for e in entries), default=0), commits[-1] if commits else 0, tuple(records[-RECENT:]))
+        self.past = _past(entries)
         self.incarnation = self.past.incarnation + 1
-        kind = "resume" if go_on else "open"
-        self._append({"kind": kind, "incarnation": self.incarnation, "committed": self.past.committed if go_on else start_at or 0})
+        self._append({"kind": "open", "incarnation": self.incarnation, "takeover": takeover})
 
     def write(self, record: Record) -> None:
         """Returns once the record is on disk."""
@@ -104,5 +122,4 @@ class CommitLog:
 def is_open(path: Path) -> bool:
     """Whether the record is of a run that was not ended in order, so that members of it may live."""
     entries, _ = read(path)
-    kinds = [entry["kind"] for entry in entries]
-    return bool(kinds) and kinds[-1] != "close" and any(kind in (Kind.VIEW, Kind.COMMIT) for kind in kinds)
+    return _past(entries).last is not None

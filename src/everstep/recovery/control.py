@@ -4,13 +4,16 @@ The main thread never waits without a deadline; a lost coordinator ends every wa
 whose connection ended, and one from which nothing came for ``fence_s`` (its heartbeats come more often): this rank may have been
 expelled without being told, so it says and contributes nothing more.
 
-A coordinator that comes back where it was (``seek_s``, launcher local under a lighthouse) is waited for: nothing commits meanwhile,
-what was said in vain is said again under the view that it publishes, and whoever was expelled in the meantime is told so.
+With ``grace_s`` such a rank is first an *orphan*: it leaves collectives and says nothing, but keeps what it has and looks for a
+coordinator of a higher incarnation (a controller that takes over, a lighthouse that came back), whom it then obeys; what was said in
+vain is said again under the view that that one publishes. The coordinator is lost only without one for ``grace_s``, or if the one that
+answers will not have this rank back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import socket
@@ -21,8 +24,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from everstep import errors
-from everstep.errors import CoordinatorLost, DeadlineExceeded, EverstepError, Fenced
+from everstep.errors import BadInput, CoordinatorLost, DeadlineExceeded, EverstepError, Fenced
 from everstep.recovery import wire
+from everstep.recovery.rendezvous import Announcement
 from everstep.recovery.view import Epoch, Kind, Record, View, Vote
 
 LOG = logging.getLogger(__name__)
@@ -30,12 +34,12 @@ LOG = logging.getLogger(__name__)
 #: Where a rank waits for others: a main thread that is inside one of these is held up, not holding up.
 _WAITING = (os.path.join("torch", "distributed"), os.path.join("recovery", "link.py"), os.path.join("recovery", "replica.py"))
 
-
-_SEEK_EVERY_S = 0.2
+_LOOK_S = 0.05  # between two looks for another coordinator
+_ANSWER_S = 30.0  # for it to say whether this rank is welcome: it may be on its way into the run itself
 
 
 class Refused(wire.Closed):
-    """The coordinator that answered will not have this rank back."""
+    """The coordinator will not have this rank (any more)."""
 
 
 class Control:
@@ -43,25 +47,32 @@ class Control:
     ``on_diagnose`` with the folder to which this process shall write what it did last; they must not block on the main thread. ``on_phase(step, phase)`` is called on the main thread once a phase has been told,
     ``on_fenced(cause)`` on a thread of its own when the coordinator falls silent.
 
-    ``fence_s``: seconds of silence after which the coordinator is lost; None: never (it lives in this process). ``seek_s``: seconds for
-    which a coordinator that is gone is looked for at its address, before it is lost.
+    ``fence_s``: seconds of silence after which the coordinator is lost; None: never (it lives in this process). ``grace_s``: seconds
+    in which another coordinator is waited for (``grace_key``: what sets them); ``find()``: the newest announcement of one;
+    ``on_adopted(it)`` is called once it accepted this rank, before its first record, ``on_abandoned(cause)`` once none came, or this
+    rank was refused: it need not return. ``describe()``: what this rank says of its place and state when it connects.
     """
+
+    _orphaned: str | None = None  # why this rank has no coordinator at present, but may find another one
 
     def __init__(
         self, address: tuple[str, int], token: str, worker: str, heartbeat_s: float, connect_timeout_s: float = 30.0,
-        fence_s: float | None = None, seek_s: float = 0.0,
+        fence_s: float | None = None, grace_s: float = 0.0, grace_key: str = "recovery.controller_grace_s",
     ):
         self.worker = worker
-        self._address, self._token, self._connect_timeout_s, self._seek_s = address, token, connect_timeout_s, seek_s
-        self._closing = False
-        self._away = False  # the coordinator is gone, and looked for
-        self._verdict: EverstepError | None = None  # how the coordinator said that the run ends
         self.on_record: Callable[[Record], None] = lambda record: None
         self.on_order: Callable[[dict[str, Any]], None] = lambda message: None
         self.on_diagnose: Callable[[str], None] = lambda folder: None
         self.on_phase: Callable[[int, str], None] = lambda step, phase: None
         self.on_fenced: Callable[[str], None] = lambda cause: None
-        self._heartbeat_s, self._fence_s = heartbeat_s, fence_s
+        self.find: Callable[[], Announcement | None] = lambda: None
+        self.describe: Callable[[], dict[str, Any]] = lambda: {}
+        self.on_adopted: Callable[[Announcement], None] = lambda announcement: None
+        self.on_abandoned: Callable[[str], None] = lambda cause: None
+        self._heartbeat_s, self._fence_s, self._grace_s, self._grace_key = heartbeat_s, fence_s, grace_s, grace_key
+        self._verdict: EverstepError | None = None  # how the coordinator said that it ends for this rank
+        self._incarnation = 0  # of the coordinator that is obeyed; 0: the first one, whatever its number
+        self._leaving = False
         self._heard = time.monotonic()
         self._main: int | None = None  # the thread that goes through the phases
         self._records: list[Record] = []           # views and commits, in order
@@ -70,20 +81,20 @@ class Control:
         self._send_lock = threading.Lock()
         self._progress: dict[str, Any] = {"type": "progress", "step": 0, "phase": "idle", "detail": {}}
         self._lost: str | None = None
-        self._socket = self._connect()
+        self._socket = self._connect(address, token, connect_timeout_s)
         self.local_host: str = self._socket.getsockname()[0]  # the address of this machine that the others can reach
         threading.Thread(target=self._receive_loop, name="control-receive", daemon=True).start()
         threading.Thread(target=self._heartbeat_loop, name="control-heartbeat", daemon=True).start()
 
-    def _connect(self) -> socket.socket:
-        """Raises OSError, wire.Closed."""
-        sock = socket.create_connection(self._address, timeout=self._connect_timeout_s)
-        wire.tune(sock)
-        sock.settimeout(None)
-        hello = {"token": self._token, "worker": self.worker, "pid": os.getpid(), "host": socket.gethostname()}
-        if self._records:
-            hello["heard"] = self._records[-1].number  # of the log, before the coordinator went away
-        wire.send(sock, hello)
+    def _connect(self, address: tuple[str, int], token: str, timeout_s: float, **more: Any) -> socket.socket:
+        sock = socket.create_connection(address, timeout=timeout_s)
+        try:
+            wire.tune(sock)
+            sock.settimeout(None)
+            wire.send(sock, {"token": token, "worker": self.worker, "pid": os.getpid(), "host": socket.gethostname(), **more})
+        except BaseException:
+            sock.close()
+            raise
         return sock
 
     # -- the log ---------------------------------------------------------------------------------------------------------
@@ -108,9 +119,9 @@ class Control:
         return next((r.cause for r in self._records if r.kind is Kind.HALT and r.number <= number), None)
 
     def newer_than(self, number: int) -> bool:
-        """Without waiting: has a record above ``number`` arrived (or the coordinator been lost)?"""
+        """Without waiting: has a record above ``number`` arrived (or the coordinator gone)?"""
         records = self._records
-        return self._lost is not None or bool(records and records[-1].number > number)
+        return self._lost is not None or self._orphaned is not None or bool(records and records[-1].number > number)
 
     def hears_within(self, number: int, timeout_s: float) -> bool:
         """Waits for a record above ``number`` (or the loss of the coordinator); whether it came."""
@@ -126,6 +137,8 @@ class Control:
                     return found
                 if self._lost is not None:
                     raise self._loss(f" while waiting for {what}")
+                if self._orphaned is not None:  # the grace is the deadline then
+                    end = time.monotonic() + timeout_s
                 left = end - time.monotonic()
                 if left <= 0:
                     raise DeadlineExceeded(f"worker {self.worker} waited {timeout_s:g} s for {what} from the coordinator")
@@ -136,8 +149,13 @@ class Control:
         """Why the coordinator is lost; None while it is not."""
         return self._lost
 
+    @property
+    def orphaned(self) -> bool:
+        """Whether this rank has no coordinator at present, and looks for another one."""
+        return self._orphaned is not None
+
     def must_not_be_lost(self) -> None:
-        """Raises CoordinatorLost; for waits that are not for the coordinator itself."""
+        """Raises CoordinatorLost, or what the coordinator ended this rank with; for waits that are not for the coordinator itself."""
         if self._lost is not None:
             raise self._loss()
 
@@ -214,6 +232,7 @@ class Control:
 
     def close(self) -> None:
         """Leave in order: the coordinator is told that this is no death."""
+        self._leaving = True
         if self._lost is None:
             with contextlib.suppress(EverstepError):  # the coordinator closed first
                 self._send({"type": "bye"})
@@ -221,7 +240,7 @@ class Control:
 
     def drop(self) -> None:
         """Leave without a word, as if this process had died."""
-        self._closing = True
+        self._leaving = True
         with self._changed:
             self._lost = self._lost or "closed by this process"
             self._changed.notify_all()
@@ -233,41 +252,66 @@ class Control:
 
     def _send(self, message: dict[str, Any]) -> None:
         self.must_not_be_lost()
+        if self._orphaned is not None:
+            return  # nobody to tell: another coordinator is told where this rank is, and takes no other word of before
         try:
             with self._send_lock:
                 wire.send(self._socket, message)
         except wire.Closed as closed:
-            if self._seek_s:
-                return  # the receiving thread sees the same; what counts is said again under the next view
+            if self._grace_s > 0:
+                return  # the receiving thread sees the same, and looks for another coordinator
             self._lose(str(closed))
             raise CoordinatorLost(f"worker {self.worker} lost the coordinator ({closed})") from closed
 
     def _receive_loop(self) -> None:
         try:
             while True:
-                try:
-                    message = wire.receive(self._socket)
-                except wire.Closed as closed:
-                    self._seek(closed)
-                    continue
+                cause = self._receive()
+                if self._leaving or self._lost is not None or not self._find_another(cause):
+                    break
+            if self._grace_s > 0 and not self._leaving:
+                cause = f"no coordinator for {self._grace_s:g} s ({self._grace_key}) after: {cause}"
+        except Refused as refused:
+            cause = str(refused)
+            self._lose(cause)
+            self.on_fenced(cause)
+        self._lose(cause)
+        if self._grace_s > 0 and not self._leaving:
+            self.on_abandoned(cause)
+
+    def _receive(self) -> str:
+        """Until the connection ends; returns how."""
+        try:
+            while True:
+                message = wire.receive(self._socket)
                 self._heard = time.monotonic()
                 if message["type"] == "heartbeat":
                     continue
                 if message["type"] == "fault":
                     self.on_order(message)
-                elif message["type"] == "diagnose":
+                    continue
+                if message["type"] == "diagnose":
                     self.on_diagnose(message["folder"])
-                elif message["type"] == "over":
+                    continue
+                if message["type"] == "over":
                     self._refuse(message)
-                elif message["type"] == "record":
-                    self._take(Record.from_json(message["record"]))
-        except Refused as refused:
-            self._lose(str(refused))
-            self.on_fenced(str(refused))
+                record = Record.from_json(message["record"])
+                LOG.debug("record %d: %s of step %s, epoch %s, %s", record.number, record.kind, record.step, record.view.epoch, record.cause or "no cause")
+                if record.kind is Kind.BUILD:
+                    self._last_build = record.number
+                else:
+                    with self._changed:
+                        if self._records and record.number <= self._records[-1].number:
+                            raise wire.Closed(f"record {record.number} after {self._records[-1].number}: not our coordinator")
+                        self._incarnation = record.view.epoch.incarnation
+                        self._records.append(record)
+                        del self._records[:-256]  # only the recent past is ever asked for
+                        self._changed.notify_all()
+                self.on_record(record)
+        except Refused:
+            raise
         except wire.Closed as closed:
-            self._lose(str(closed))
-            if self._seek_s and not self._closing:
-                self.on_fenced(str(closed))
+            return str(closed)
         except Exception as error:  # the end of a thread: a rank that hears nothing more must not go on
             self._lose(f"{type(error).__name__}: {error}")
             raise
@@ -277,40 +321,53 @@ class Control:
         self._verdict = errors.typed(message["error"], message["message"])
         raise Refused(message["message"])
 
-    def _take(self, record: Record) -> None:
-        LOG.debug("record %d: %s of step %s, epoch %s, %s", record.number, record.kind, record.step, record.view.epoch, record.cause or "no cause")
-        if record.kind is Kind.BUILD:
-            self._last_build = record.number
-        else:
-            with self._changed:
-                if self._records and record.number <= self._records[-1].number:
-                    raise wire.Closed(f"record {record.number} after {self._records[-1].number}: not our coordinator")
-                self._records.append(record)
-                del self._records[:-256]  # only the recent past is ever asked for
-                self._changed.notify_all()
-        self.on_record(record)
-
-    def _seek(self, closed: wire.Closed) -> None:
-        """Returns once a coordinator answers at the address again. Raises wire.Closed if none does in time, or none is looked for."""
-        end = time.monotonic() + self._seek_s
-        self._away = True
-        while True:
-            if self._lost is not None or time.monotonic() >= end:
-                raise wire.Closed(f"{closed}; none answered at {self._address[0]}:{self._address[1]} for {self._seek_s:g} s" if self._seek_s
-                                  else str(closed)) from closed
-            time.sleep(_SEEK_EVERY_S)
+    def _find_another(self, cause: str) -> bool:
+        """Look for a coordinator of a higher incarnation; whether one accepted this rank within the grace. Raises Refused."""
+        with self._changed:
+            self._orphaned = cause
+            self._changed.notify_all()
+        end = time.monotonic() + self._grace_s
+        while time.monotonic() < end and not self._leaving:
             try:
-                found = self._connect()
-                found.settimeout(self._connect_timeout_s)
-                answer = wire.receive(found)
-                found.settimeout(None)
-            except (OSError, wire.Closed, TimeoutError):
-                continue
+                found = self.find()
+                if found is not None and (found.incarnation is None or found.incarnation > self._incarnation):
+                    self._adopt(found)
+                    return True
+            except Refused:
+                raise
+            except (OSError, wire.Closed, BadInput):  # not there yet, or gone again, or its file is being written
+                pass
+            time.sleep(_LOOK_S)
+        return False
+
+    def _adopt(self, found: Announcement) -> None:
+        """Raises OSError, wire.Closed, if it is not there (yet), Refused if it will not have this rank."""
+        records = self._records
+        commit = next((r.to_json() for r in reversed(records) if r.kind is Kind.COMMIT), None)
+        state = {"last": records[-1].to_json() if records else None, "commit": commit, **self.describe()}
+        sock = self._connect(found.coordinator, found.token, 5.0, state=state)
+        try:
+            sock.settimeout(_ANSWER_S)
+            answer = wire.receive(sock)
             if answer["type"] == "over":
                 self._refuse(answer)
-            with self._send_lock:
-                self._socket, self._heard, self._away = found, time.monotonic(), False
-            return
+            if answer["incarnation"] <= self._incarnation:
+                raise wire.Closed("it is the one that was obeyed before")
+            sock.settimeout(None)
+        except BaseException:
+            sock.close()
+            raise
+        with self._send_lock:
+            old, self._socket = self._socket, sock
+        with contextlib.suppress(OSError):
+            old.close()
+        self._heard, self._incarnation, self._last_build = time.monotonic(), answer["incarnation"], 0
+        self.on_adopted(dataclasses.replace(found, incarnation=answer["incarnation"]))
+        with self._changed:
+            self._orphaned = None
+            self._changed.notify_all()
+        with contextlib.suppress(EverstepError):
+            self._send(self._progress)
 
     def _heartbeat_loop(self) -> None:
         now = time.monotonic()
@@ -320,16 +377,13 @@ class Control:
             late = now - before - self._heartbeat_s
             if late > self._heartbeat_s:  # this process was suspended itself, or starved: it could not have heard anybody
                 self._heard += late
-            if self._fence_s is not None and not self._away and now - self._heard > self._fence_s:
-                if self._seek_s:
-                    with contextlib.suppress(OSError):  # the receiving thread looks for it anew
-                        self._socket.shutdown(socket.SHUT_RDWR)
-                    continue
+            if self._orphaned is None and self._fence_s is not None and now - self._heard > self._fence_s:
                 self._fence(f"nothing was heard from it for {self._fence_s:g} s (recovery.fence_s)")
-                return
+                if self._grace_s <= 0:
+                    return
             try:
                 self._send(self._progress | {"waits": self._waits()})
-            except Fenced:
+            except EverstepError:
                 return
 
     def _waits(self) -> bool:
@@ -344,7 +398,12 @@ class Control:
         return False
 
     def _fence(self, cause: str) -> None:
-        self._lose(cause)
+        if self._grace_s > 0:
+            with self._changed:
+                self._orphaned = cause
+                self._changed.notify_all()
+        else:
+            self._lose(cause)
         with contextlib.suppress(OSError):  # if it lives, and hears us, it learns at once that we are out
             self._socket.shutdown(socket.SHUT_RDWR)
         self.on_fenced(cause)

@@ -6,7 +6,8 @@ Each method takes one event and returns the records it causes, in order; the cal
     =========  ===================================================  ==========================================
     state      meaning                                              leaves it
     =========  ===================================================  ==========================================
-    FORMING    members are admitted; no view yet                    open(), resume()  -> VOTING
+    FORMING    members are admitted; no view yet                    open()            -> VOTING
+                                                                    take_over()       -> VOTING, HELD or LOST
     VOTING     votes for (committed + 1, view.epoch) are collected  all voted         -> VOTING of the next step
                                                                     death, mismatch   -> VOTING under a new epoch
                                                                     below the minimum -> HELD
@@ -15,7 +16,7 @@ Each method takes one event and returns the records it causes, in order; the cal
                                                                     no source         -> LOST
                                                                     halt()            -> HALTED
     HALTED     the step in progress is given up for good            never; what members hold is saved
-    LOST       no living replica holds the committed state          never; the run resumes from a checkpoint
+    LOST       no living replica holds the committed state          rollback()        -> VOTING or HELD
     =========  ===================================================  ==========================================
 
 What a new view means for work already done is said by its deal (:class:`everstep.recovery.view.Deal`), and decided here alone:
@@ -23,7 +24,7 @@ What a new view means for work already done is said by its deal (:class:`everste
     ===================================  =======================  =======================  =======================
     cause of the view                    salvage                  retry                    wait
     ===================================  =======================  =======================  =======================
-    a commit                             dealt to contributors    dealt to contributors    dealt to all replicas
+    a commit, a takeover, a rollback     dealt to contributors    dealt to contributors    dealt to all replicas
     a death                              as before: ledgers stay  dealt to the survivors   to nobody until all are back
     a joiner, while HELD                 as before                dealt to contributors    dealt to all replicas
     a link broke, everybody is alive     as before                dealt to contributors    dealt to all replicas
@@ -35,13 +36,15 @@ What a new view means for work already done is said by its deal (:class:`everste
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from everstep.errors import DeadlineExceeded, InvariantViolated
 from everstep.recovery.view import Deal, Epoch, Heal, Kind, Member, Outcome, Record, View, Vote, link_name
 
+TAKEOVER = "takeover"  # cause of the record with which a coordinator goes on where a dead one ended
 MAX_MISMATCHES = 3  # totals that differ between replicas this often for one step are no transient fault
 MAX_HEAL_FAILURES = 5  # nor is a heal that fails so often for one life of a replica, with its sources alive
 MAX_LINK_FAILURES = 10  # nor is a link that breaks this often for one step, with every process alive
@@ -102,6 +105,7 @@ class Coordinator:
         self.slots: tuple[tuple[str, ...], ...] = ()  # sample ids of the step in progress, by slot
         self.dealt = 0                       # to how many replicas the last commit (or the first view) dealt the next step
         self.begun = committed               # last step announced by begin()
+        self._recipe_state: dict[str, Any] | None = None  # what it will be after that step
         self._standbys_up_to = standbys_up_to if mode is not Mode.WAIT else 0
         self._quarantine_after = quarantine_after
         self._died_of: dict[int, set[Member]] = {}  # slot of the step in progress -> replicas that died while they computed it
@@ -128,36 +132,69 @@ class Coordinator:
         self.dealt = len(self.view.deal.lives)
         return [record, *self._next_build()]
 
-    def restart_at(self, step: int) -> list[Record]:
-        """All members loaded a checkpoint of ``step``: a new view says so. Before the first commit of this incarnation only."""
+    def take_over(
+        self, last: Record, commit: Record | None, members: list[Member], replicas: int, healing: Sequence[Member] = ()
+    ) -> list[Record]:
+        """Go on where the log of a dead coordinator ends (rule 7). ``last``: the newest record of it that is known anywhere,
+        ``commit`` that of its last committed step (None: that step is a checkpoint's, or there is none); ``members``: the replicas
+        of which every rank lives and holds that step, or the total of it; ``replicas``: how many there are at full strength;
+        ``healing``: further replicas that live as they were then, and heal anew.
+
+        The commit is sent again, since some may not have heard it. It carries the first view of this incarnation, which deals the
+        next step anew: what was computed of it is void.
+        """
+        if self.state is not State.FORMING:
+            raise InvariantViolated("a coordinator that has a view cannot take over")
+        if self.mode is Mode.WAIT:
+            self.min_replicas = replicas
+        self._records, self.committed = last.number, last.view.committed
+        self._heals = last.number * replicas  # no record began more: ranks in the middle of an old heal must not take a new one for it
+        self.begun = self.committed
+        before, healing = self.view.epoch, healing if members else ()
+        kept = tuple(sorted((*members, *healing), key=lambda m: m.replica))
+        heals: tuple[Heal, ...] = ()
+        for member in healing:
+            heals = (*heals, self._heal(member.replica, tuple(m.replica for m in members), heals))
+        self.view = dataclasses.replace(last.view, epoch=before, members=kept, heals=heals)  # whose deal is continued
+        self.state = State.VOTING
+        self._settle_state()
+        record = self._new_view(kept, heals, TAKEOVER, redeal=True)
+        self.dealt = len(self.view.deal.lives)
+        if commit is not None and commit.step == self.committed:
+            record = dataclasses.replace(commit, number=record.number, view=self.view, cause=TAKEOVER)
+        return [record, *self._next_build()]
+
+    def rollback(self, step: int, members: list[Member], cause: str, state: dict[str, Any] | None) -> list[Record]:
+        """No living replica held the committed step; ``members`` hold ``step`` again, from a copy. Commits after it are void, and the
+        samples of those steps are used again; ``state``: the recipe's at that step."""
+        if self.state is not State.LOST or step > self.committed:
+            raise InvariantViolated(f"cannot roll back from step {self.committed} to {step} while {self.state}")
+        self.committed = self.begun = step
+        self._mismatches = self._nonfinite = self._link_failures = 0
+        self._died_of.clear()
+        kept = tuple(sorted(members, key=lambda m: m.replica))
+        self.state = State.VOTING
+        record = self._new_view(kept, (), cause, redeal=True)
+        self.dealt = len(self.view.deal.lives)
+        self._settle_state()
+        return [dataclasses.replace(record, kind=Kind.ROLLBACK, step=step, state=state), *self._next_build()]
+
+    def restart_at(self, step: int, state: dict[str, Any] | None = None) -> list[Record]:
+        """All members loaded a checkpoint of ``step``: a new view says so. Before the first commit of this incarnation only.
+        ``state``: the recipe's in that checkpoint."""
         if self.begun != self.committed or self.committed != 0:
             raise InvariantViolated(f"cannot restart at step {step}: step {self.begun} has begun")
         self.committed = self.begun = step
         record = self._new_view(self.view.members, self.view.heals, f"checkpoint of step {step}", redeal=True)
         self.dealt = len(self.view.deal.lives)
-        return [record]
+        return [dataclasses.replace(record, state=state)]
 
-    def resume(self, last: Record, present: list[Member], number: int) -> list[Record]:
-        """In the place of open(): the log of an earlier coordinator ends with ``last``, and these of its members live and hold what it
-        says. ``number``: above which records and links are named. The step in progress is dealt anew: who computed what of it, and
-        which of its slots killed, only the dead coordinator knew."""
-        if self.state is not State.FORMING:
-            raise InvariantViolated("the coordinator was opened twice")
-        self.state = State.VOTING
-        self.committed = self.begun = last.view.committed
-        self._records = self._links = self._heals = number
-        self.view = dataclasses.replace(last.view, epoch=self.view.epoch)
-        members = tuple(m for m in last.view.members if m in present)
-        record = self._new_view(members, self._still_healing(members), "coordinator restarted", redeal=True)
-        self.dealt = len(self.view.deal.lives)
-        self._weigh_members()
-        return [record, *self._next_build()]
-
-    def begin(self, step: int, slots: tuple[tuple[str, ...], ...]) -> None:
-        """The step's samples by slot, for its commit record. Steps begin in order, one at a time."""
+    def begin(self, step: int, slots: tuple[tuple[str, ...], ...], state: dict[str, Any] | None = None) -> None:
+        """The step's samples by slot, for its commit record; ``state``: what the recipe's will be then. Steps begin in order, one at
+        a time."""
         if step != self.committed + 1:
             raise InvariantViolated(f"step {step} begins but {self.committed} is the last committed one")
-        self.begun, self.slots = step, slots
+        self.begun, self.slots, self._recipe_state = step, slots, state
 
     def vote(self, vote: Vote) -> list[Record]:
         """Late votes (an older epoch, a committed step, an expelled worker) have no effect."""
@@ -195,13 +232,16 @@ class Coordinator:
             record = self._commit(Outcome.APPLY, survivors, cause)
         else:
             record = self._new_view(survivors, healing, cause, redeal=False)
-        self._weigh_members()
-        return [record] if self.state is State.HALTED else [record, *self._next_build()]
+        if self.state is State.HALTED and self.view.contributors:
+            return [record]
+        self._settle_state()
+        return [record, *self._next_build()]
 
-    def _weigh_members(self) -> None:
+    def _settle_state(self) -> None:
+        """After members were lost, or came back from a copy."""
         if not self.view.contributors:
             self.state = State.LOST
-        elif self.state is not State.HALTED and len(self.view.members) < self.min_replicas:
+        elif len(self.view.members) < self.min_replicas:
             self.state = State.HELD
 
     def leave(self, replica: int, cause: str, replaceable: bool) -> list[Record]:
@@ -369,7 +409,7 @@ class Coordinator:
         self.view = View(epoch, members, heals, step, link_id, ready, self._deal(members, heals), self._kept_links())
         self.votes, self.dealt = {}, len(self.view.deal.lives)
         return self._record(Kind.COMMIT, step=step, epoch=before.epoch, outcome=outcome, samples=samples, dropped=dropped,
-                            divisor=vote.divisor, cause=cause)
+                            divisor=vote.divisor, cause=cause, state=self._recipe_state)
 
     def _with_joiner(self, members: tuple[Member, ...], heals: tuple[Heal, ...]) -> tuple[tuple[Member, ...], tuple[Heal, ...], str]:
         """Members and heals with the joiner among them, and their link."""
@@ -445,7 +485,7 @@ class Coordinator:
 
     def _new_link(self, members: tuple[Member, ...]) -> str:
         self._links += 1
-        return link_name(members, self._links)
+        return link_name(members, self.view.epoch.incarnation, self._links)
 
     def _new_view(
         self, members: tuple[Member, ...], heals: tuple[Heal, ...], cause: str, *, redeal: bool, link_id: str | None = None
@@ -461,9 +501,10 @@ class Coordinator:
     def _record(
         self, kind: Kind, step: int = 0, epoch: Epoch | None = None, outcome: Outcome = Outcome.APPLY,
         samples: tuple[str, ...] = (), dropped: tuple[str, ...] = (), divisor: float = 0.0, cause: str = "",
+        state: dict[str, Any] | None = None,
     ) -> Record:
         self._records += 1
-        return Record(self._records, kind, self.view, step, epoch, outcome, samples, dropped, divisor, cause)
+        return Record(self._records, kind, self.view, step, epoch, outcome, samples, dropped, divisor, cause, state)
 
     def _describe_mismatch(self) -> str:
         rows = "; ".join(

@@ -11,17 +11,15 @@ import dataclasses
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from everstep.errors import EverstepError, WorkerFailed
 from everstep.recovery import wire
-from everstep.recovery.commitlog import RECENT
-from everstep.recovery.coordinator import Coordinator
+from everstep.recovery.coordinator import TAKEOVER, Coordinator
 from everstep.recovery.progress import Judge
-from everstep.recovery.view import Kind, Member, Record, Vote
+from everstep.recovery.view import Kind, Member, Record, View, Vote
 from everstep.telemetry.events import EventLog
 
 LOG = logging.getLogger(__name__)
@@ -83,11 +81,12 @@ class Desk:
         self.coordinator, self._log, self._events, self._listener, self._judge = coordinator, log, events, listener, judge
         self._changed = threading.Condition(threading.RLock())
         self._sessions: dict[str, Session] = {}
-        self._history: deque[tuple[int, dict[str, Any]]] = deque(maxlen=RECENT)  # the last views and commits, for ranks that connect later
+        self._latest: dict[str, Any] | None = None  # the last view or commit, for a rank that connects later
         self._healing: frozenset[int] = frozenset()
-        self._heard: dict[str, int] = {}  # of ranks that were connected to an earlier coordinator: the last record they heard of
+        self._noted = 0  # the last step whose commit event is written already
         self.progress: dict[str, Progress] = {}
         self.dead: dict[str, str] = {}
+        self.told: dict[str, dict[str, Any]] = {}  # by ranks that obeyed another coordinator before, when they connected
         self.failure: EverstepError | None = None
         self._closed = self._over = False
 
@@ -99,30 +98,38 @@ class Desk:
             for worker in [w for m in members for w in m.workers if w in self.dead]:  # it died after it was formed
                 self._event(lambda dead=worker: self.coordinator.death(dead, self.dead[dead]))  # type: ignore[misc]
 
-    def resume(self, past: Sequence[Record], present: list[Member], begun: tuple[tuple[tuple[str, ...], ...], Mapping[str, Any]] | None) -> None:
-        """In the place of open(): go on from the last records of an earlier coordinator with those of its members that are here.
-        They are first told what they missed. ``begun``: what begin() is told of the next step, if somebody has come to it."""
+    def take_over(
+        self, last: Record, commit: Record | None, members: list[Member], replicas: int, noted: int, healing: Sequence[Member] = (),
+        begun: tuple[tuple[tuple[str, ...], ...], Mapping[str, Any]] | None = None,
+    ) -> None:
+        """As :meth:`Coordinator.take_over`. ``noted``: the last step whose commit the dead coordinator's event log has. ``begun``: what
+        begin() is told of the next step, if somebody has come to it already."""
         with self._changed:
-            missed = [(record.number, {"type": "record", "record": record.to_json()}) for record in past]
-            self._history.extend(missed)
-            number = max([*self._heard.values(), *(number for number, _ in missed)])
-            for worker, session in self._sessions.items():
-                for record_number, message in missed:
-                    if record_number > self._heard.get(worker, 0):
-                        session.put(message)
-            self._healing = past[-1].view.healing
-            self._event(lambda: self.coordinator.resume(past[-1], present, number))
+            self._noted, self._healing = noted, last.view.healing
+            self._event(lambda: self.coordinator.take_over(last, commit, members, replicas, healing))
             if begun is not None and self.failure is None:
                 self.begin(self.coordinator.committed + 1, *begun)
+            for worker in [w for m in (*members, *healing) for w in m.workers if w in self.dead]:  # it died since it said what it holds
+                self._event(lambda dead=worker: self.coordinator.death(dead, self.dead[dead]))  # type: ignore[misc]
 
-    def restart_at(self, step: int) -> None:
-        """The members hold step ``step`` of a checkpoint; only before the first step of this run."""
-        self._event(lambda: self.coordinator.restart_at(step))
-
-    def begin(self, step: int, slots: tuple[tuple[str, ...], ...], about: Mapping[str, Any] | None = None) -> None:
-        """Step ``step`` begins, with the samples (ids) of each of its slots. ``about``: further fields of its event."""
+    def rollback(self, step: int, members: list[Member], cause: str, state: dict[str, Any] | None) -> None:
+        """As :meth:`Coordinator.rollback`."""
         with self._changed:
-            self.coordinator.begin(step, slots)
+            self._event(lambda: self.coordinator.rollback(step, members, cause, state))
+            for worker in [w for m in members for w in m.workers if w in self.dead]:
+                self._event(lambda dead=worker: self.coordinator.death(dead, self.dead[dead]))  # type: ignore[misc]
+
+    def restart_at(self, step: int, state: dict[str, Any] | None = None) -> None:
+        """The members hold step ``step`` of a checkpoint; only before the first step of this run."""
+        self._event(lambda: self.coordinator.restart_at(step, state))
+
+    def begin(
+        self, step: int, slots: tuple[tuple[str, ...], ...], about: Mapping[str, Any] | None = None, state: dict[str, Any] | None = None
+    ) -> None:
+        """Step ``step`` begins, with the samples (ids) of each of its slots. ``about``: further fields of its event; ``state``: the
+        recipe's once it is committed."""
+        with self._changed:
+            self.coordinator.begin(step, slots, state)
         view = self.coordinator.view
         self._events.emit("begin", step=step, epoch=view.epoch.key, members=list(view.replicas),
                           samples=[sample for slot in slots for sample in slot], **(about or {}))
@@ -217,6 +224,14 @@ class Desk:
     def connected(self, worker: str) -> bool:
         return worker in self._sessions
 
+    def summary(self) -> dict[str, Any]:
+        """Who takes part, and how far they are."""
+        coordinator, view = self.coordinator, self.coordinator.view
+        return {
+            "state": str(coordinator.state), "epoch": str(view.epoch), "committed_step": coordinator.committed,
+            "replicas": list(view.contributors), "healing": sorted(view.healing), "deaths": len(self.dead),
+        }  # fmt: skip
+
     def whereabouts(self) -> dict[str, dict[str, Any]]:
         """Of every living worker by its own last word: place, step, phase, and for how many seconds it has been there."""
         now = time.monotonic()
@@ -241,7 +256,7 @@ class Desk:
                     message = {"type": "record", "record": record.to_json()}
                     if record.kind is not Kind.BUILD:
                         self._log.write(record)
-                        self._history.append((record.number, message))
+                        self._latest = message
                     self._note(record)
                     for session in self._sessions.values():
                         session.put(message)
@@ -267,7 +282,12 @@ class Desk:
         view, members = record.view, list(record.view.replicas)
         if self._judge and record.kind is not Kind.BUILD:
             self._judge.view(view.members, view.healing, time.monotonic())
+        if record.cause == TAKEOVER:
+            self._events.emit("view", step=view.committed, epoch=view.epoch.key, members=members, healing=sorted(view.healing), cause=record.cause,
+                              deal=view.deal.number, dealt=list(view.deal.replicas), quarantined=[])
         match record.kind:
+            case Kind.COMMIT if record.cause == TAKEOVER and record.step <= self._noted:
+                self._note_joins(record.step, view)  # sent again, for those that did not hear it
             case Kind.COMMIT:
                 assert record.epoch is not None
                 self._events.emit("commit", step=record.step, epoch=record.epoch.key, kind=str(record.outcome),
@@ -277,12 +297,12 @@ class Desk:
                 if record.dropped:
                     self._events.emit("drop", step=record.step, samples=list(record.dropped),
                                       reason="their slot was in quarantine: replicas died while they computed it")
-                for replica in sorted(self._healing - view.healing):
-                    if view.member(replica):
-                        self._events.emit("join", step=record.step, epoch=view.epoch.key, replica=replica,
-                                          members=list(view.contributors))
-                self._healing = view.healing
-            case Kind.VIEW:
+                self._note_joins(record.step, view)
+            case Kind.VIEW if record.cause == TAKEOVER:
+                self._note_joins(view.committed, view)
+            case Kind.VIEW | Kind.ROLLBACK:
+                if record.kind is Kind.ROLLBACK:
+                    self._events.emit("rollback", step=record.step, epoch=view.epoch.key, members=members, cause=record.cause)
                 self._events.emit("view", step=view.committed, epoch=view.epoch.key, members=members,
                                   healing=sorted(view.healing), cause=record.cause, deal=view.deal.number,
                                   dealt=list(view.deal.replicas), quarantined=list(view.quarantined))
@@ -292,20 +312,25 @@ class Desk:
             case Kind.BUILD:
                 self._events.emit("link_build", link=view.link_id, members=members)
 
+    def _note_joins(self, step: int, view: View) -> None:
+        """Replicas that healed until ``step`` contribute from now on."""
+        for replica in sorted(self._healing - view.healing):
+            if view.member(replica):
+                self._events.emit("join", step=step, epoch=view.epoch.key, replica=replica, members=list(view.contributors))
+        self._healing = view.healing
+
     # -- what ranks say ---------------------------------------------------------------------------------------------------
 
-    def connect(self, worker: str, session: Session, pid: int, host: str, heard: int | None = None) -> bool:
-        """A rank's connection; False if it is refused: the worker is expelled, or has one already.
-
-        ``heard``: number of the last record that it heard of before the coordinator went away; it is told all that came after that.
-        """
+    def connect(self, worker: str, session: Session, pid: int, host: str, told: dict[str, Any] | None = None) -> bool:
+        """A rank's connection; False if it is refused: the worker is expelled, or has one already. ``told``: what a rank says that
+        obeyed another coordinator before."""
         with self._changed:
             if self._closed or worker in self.dead or worker in self._sessions:
                 return False
-            missed = [message for number, message in self._history if heard is not None and number > heard]
-            self._heard[worker] = heard or 0
-            for message in missed if heard is not None else [message for _, message in list(self._history)[-1:]]:
-                session.put(message)
+            if told is not None:
+                self.told[worker] = told
+            if self._latest:
+                session.put(self._latest)
             self._sessions[worker] = session
             self.progress[worker] = Progress(now := time.monotonic(), now, pid=pid, host=host)
             self._changed.notify_all()

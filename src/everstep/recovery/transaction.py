@@ -37,6 +37,7 @@ from everstep.errors import (
     LedgersDiffer,
     LinkBroken,
     ReplicaBroken,
+    Superseded,
 )
 from everstep.recovery import heal
 from everstep.recovery.control import Control
@@ -151,10 +152,12 @@ class Transaction:
         self._since = 0.0
         self._computed = 0                # slots of the step in progress that this replica computed
         self._dealt: int | None = None    # and those that it was first dealt
+        self.holds: tuple[int, Epoch] | None = None  # the total (step, epoch) that was voted for and is kept, until it is applied
 
-    def run(self, work: Work) -> StepReport:
-        """One committed step. Raises ReplicaBroken (a rank of my replica is gone), Fenced (I am expelled or the coordinator
-        is lost), DeadlineExceeded."""
+    def run(self, work: Work, incarnation: int | None) -> StepReport:
+        """One committed step. ``incarnation``: of the coordinator beside the controller that called for it; None: whoever called outlives
+        coordinators, and the step goes on under the next one. Raises ReplicaBroken (a rank of my replica is gone), Fenced (I am expelled
+        or the coordinator is lost), Superseded (another controller calls the step anew), DeadlineExceeded."""
         self._seconds, self._since = {}, time.monotonic()
         self._computed, self._dealt = 0, None
         ledger, sent_bytes = work.ledger(), self._links.sent_bytes
@@ -162,7 +165,7 @@ class Transaction:
         try:
             while True:
                 self._enter(Phase.BEGIN, work.step)
-                record = self._agree_on_view(work.step)
+                record = self._agree_on_view(work.step, incarnation)
                 if not record.view.deal.lives:  # nothing is computed until the dead are replaced
                     self._control.after(record.number, self._config.step_timeout_s, "a view that deals slots")
                     continue
@@ -185,8 +188,10 @@ class Transaction:
                             f"step {work.step} was committed in epoch {decision.epoch}, this rank holds the total of {total.epoch}"
                         )
                     return self._finish(work, decision.outcome, total, attempts, sent_bytes)
+                self.holds = None
                 self._void(record, work.step, decision.cause)
         finally:
+            self.holds = None
             self._enter(Phase.IDLE, work.step)
 
     def _await_next_view(self, record: Record, broken: LinkBroken) -> None:
@@ -207,17 +212,20 @@ class Transaction:
 
     # -- one attempt -----------------------------------------------------------------------------------------------------
 
-    def _agree_on_view(self, step: int) -> Record:
+    def _agree_on_view(self, step: int, incarnation: int | None) -> Record:
         """The newest record that any rank of my replica has seen; all ranks of the replica act on this one.
 
         The call of a step may arrive before the view that lets this life of the replica in: that view is waited for.
         """
         current = self._control.wait_for(
-            lambda records: records[-1] if records[-1].view.committed >= step - 1 and self._has_entered(records) else None,
+            lambda records: records[-1] if records[-1].view.committed >= step - 1 and self._has_entered(records)
+            and records[-1].view.epoch.incarnation >= (incarnation or 0) else None,
             self._config.step_timeout_s, f"the commit of step {step - 1}, and a view with build {self._build} of replica {self._replica}",
         )
         number = max(n for (n,) in self._world.agree((current.number,), f"the view of step {step}"))
         record = self._control.numbered(number, self._config.step_timeout_s)
+        if incarnation is not None and record.view.epoch.incarnation > incarnation:
+            raise Superseded(f"step {step} was called beside coordinator {incarnation}, which is gone; the next one calls it anew")
         if cause := self._control.halted(number):
             raise Halted(f"step {step} was given up: {cause}")
         member = record.view.member(self._replica)
@@ -338,6 +346,7 @@ class Transaction:
         self._tell("vote", work.step, view.epoch, deal=view.deal.number, ledger=list(slots), held=list(ledger.held),
                    divisor=total.divisor, finite=finite, grad_norm=total.grad_norm, digest=digest)
         bits = struct.unpack("<q", struct.pack("<d", total.grad_norm))[0]
+        self.holds = None if self._behind else (work.step, view.epoch)
         self._control.vote(Vote(self._worker, work.step, view.epoch, digest, total.divisor, bits, finite, not self._behind, slots))
 
     def _finish(self, work: Work, outcome: Outcome, total: Total, attempts: int, sent_bytes: int) -> StepReport:

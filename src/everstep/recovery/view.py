@@ -134,9 +134,10 @@ class View:
         return next((h for h in self.heals if h.replica == replica), None)
 
 
-def link_name(members: Sequence[Member], number: int) -> str:
-    """A link is named by the incarnations of its members and a number, and is never used again after a voided attempt."""
-    return "+".join(str(m) for m in members) + f"#{number}"
+def link_name(members: Sequence[Member], incarnation: int, number: int) -> str:
+    """A link is named by the incarnations of its members and of the coordinator, and a number, and is never used again after a voided
+    attempt."""
+    return "+".join(str(m) for m in members) + f"#{incarnation}.{number}"
 
 
 def assign(slots: Sequence[int], replicas: Sequence[int]) -> dict[int, tuple[int, ...]]:
@@ -156,6 +157,7 @@ class Kind(StrEnum):
     VIEW = "view"      # a new view; the attempt under the old one is void
     COMMIT = "commit"  # step is committed with the total of `epoch`; `view` is the view of the next step
     BUILD = "build"    # build this link in the background and acknowledge it
+    ROLLBACK = "rollback"  # a view whose members hold an older step again: commits after `step` are void, their samples used again
     HALT = "halt"      # the step in progress is given up, and no other will be: members keep the committed state, to be saved
 
 
@@ -166,13 +168,14 @@ class Record:
     number: int
     kind: Kind
     view: View
-    step: int = 0                       # commit: the step
+    step: int = 0                       # commit: the step; rollback: the step that members went back to
     epoch: Epoch | None = None          # commit: the epoch whose total is applied
     outcome: Outcome = Outcome.APPLY    # commit
     samples: tuple[str, ...] = ()       # commit: sample ids consumed (or dropped, for skip)
     dropped: tuple[str, ...] = ()       # commit: sample ids of slots in quarantine, which the total lacks
     divisor: float = 0.0                # commit: the summed weight of what was contributed
     cause: str = ""                     # view: why
+    state: dict[str, Any] | None = None  # the recipe's state with which the run goes on after this step (JSON), if it gave one
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"view": view_to_json(self.view)}
@@ -182,7 +185,7 @@ class Record:
         return Record(
             number=d["number"], kind=Kind(d["kind"]), view=view_from_json(d["view"]), step=d["step"],
             epoch=Epoch(**d["epoch"]) if d["epoch"] else None, outcome=Outcome(d["outcome"]),
-            samples=tuple(d["samples"]), dropped=tuple(d["dropped"]), divisor=d["divisor"], cause=d["cause"],
+            samples=tuple(d["samples"]), dropped=tuple(d["dropped"]), divisor=d["divisor"], cause=d["cause"], state=d.get("state"),
         )
 
 

@@ -57,10 +57,10 @@ class Record:
         return of_kind(self.events, *kinds)
 
     def attempts(self) -> list[list[Event]]:
-        """The events of each start of the run."""
+        """The events of each start of the run, and of what followed each rollback in it."""
         parts: list[list[Event]] = [[]]
         for event in self.events:
-            if event.event == "run_start" and parts[-1]:
+            if event.event in ("run_start", "rollback") and parts[-1]:
                 parts.append([])
             parts[-1].append(event)
         return parts
@@ -215,6 +215,8 @@ def one_membership_per_epoch(record: Record) -> tuple[str, bool]:
             dead_at.clear()  # its processes are others, by the same names
         if event.event == "fenced":
             fenced.add((event.who, event.pid))
+        if event.event == "adopted":
+            fenced.discard((event.who, event.pid))
         if event.event == "death" and "worker" in event.fields:
             dead_at.setdefault(event["worker"], epoch_key(event.epoch))
         if event.event not in ("compute", "vote"):

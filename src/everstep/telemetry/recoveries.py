@@ -10,7 +10,7 @@ survivors compute again per surviving replica its first useful act in an epoch a
                         use until then, from the kill (the detection, if nothing was injected), or from the end of the
                         computation it was in
 the step is committed   first ``commit`` of the step in which it died; ``commit_s`` likewise
-full strength           first later ``join`` whose ``members`` are all replicas of the run; ``full_strength_s``
+full strength           first later ``join`` or ``rollback`` whose ``members`` are all replicas of the run; ``full_strength_s``
 redone                  slots of the step that survivors computed after the death although they had been dealt to somebody before:
                         those that the dead one held (salvaged), or all of them (dealt anew)
 ======================  ========================================================================================
@@ -18,8 +18,8 @@ redone                  slots of the step that survivors computed after the deat
 Steps: a step is lost if it is missing between the first and the last commit, doubled if it was committed twice, or
 applied twice by one process. Samples: lost if begun (``begin``) in a step that the run went past without committing
 them (``commit``) or dropping them with a reason (``drop``); doubled if committed twice in the same ``rl_pass``.
-A restart from a checkpoint (``run_start`` with a lower ``step``) takes commits back: those are counted apart, as
-rolled back, and their samples may be used again.
+A restart from a checkpoint (``run_start`` with a lower ``step``), and a ``rollback`` to a copy of an older step, take commits back:
+those are counted apart, as rolled back, and their samples may be used again.
 """
 
 from __future__ import annotations
@@ -156,16 +156,17 @@ def account(events: Sequence[Event]) -> Account:
     for event in events:
         step = event.step
         match event.event:
-            case "run_start":
+            case "run_start" | "rollback":
                 assert step is not None
                 taken_back = sorted(k for k in commits if k > step)
                 rolled_back.extend(taken_back)
                 for k in taken_back:
                     del commits[k]
                 begun = {k: samples for k, samples in begun.items() if k <= step}
-                applied = Counter()
+                applied = Counter()  # whoever lives on applies the steps after it again
                 doubled_steps -= set(taken_back)
-                first = step + 1 if first is None else min(first, step + 1)
+                if event.event == "run_start":
+                    first = step + 1 if first is None else min(first, step + 1)
                 finished = False
             case "begin":
                 assert step is not None
@@ -230,7 +231,7 @@ def _recovery(
     stall = _stall(death, origin, later, view) if concerned else None
     commit = next((e for e in later if e.event == "commit" and e.step == step), None)
     whole = replicas or len(view or ())
-    full = next((e for e in later if e.event == "join" and len(e["members"]) == whole), None) if replica >= 0 else None
+    full = next((e for e in later if e.event in ("join", "rollback") and len(e["members"]) == whole), None) if replica >= 0 else None
     return Recovery(
         replica=replica,
         rank=int(death["rank"]),

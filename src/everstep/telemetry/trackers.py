@@ -42,6 +42,9 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+_STEP = "training/global_step"
+
+
 class TensorBoard:
     """Curves and, under "text", samples in ``RUN/tensorboard``; points after ``from_step`` of an earlier attempt are hidden."""
 
@@ -83,14 +86,15 @@ class Wandb:
             id=_remembered(run_dir / "wandb" / "run_id", lambda: secrets.token_hex(4)), resume="allow", reinit="create_new",
             settings=wandb.Settings(console="off", silent=True),
         )
+        self._run.define_metric("*", step_metric=_STEP)  # wandb's own step may not go back, as that of a run that resumes does
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+        self._run.log({**values, _STEP: step})
 
     def samples(self, step: int, rows: Sequence[SampleRow], file: Path) -> None:
         columns: list[str | int] = list(SampleRow.__dataclass_fields__)
         table = self._wandb.Table(columns=columns, data=[[getattr(row, str(name)) for name in columns] for row in rows])
-        self._run.log({"samples": table}, step=step)
+        self._run.log({"samples": table, _STEP: step})
 
     def close(self) -> None:
         self._run.finish()

@@ -1,0 +1,254 @@
+"""Whole runs that save while they train, are killed, and go on: bitwise as if nothing had happened.
+
+Each run is ``everstep train``: its recipe, controller, coordinator and workers in real processes (forked from one that has done the
+imports). In exact mode, so that what is compared does not depend on the number of replicas.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from itertools import pairwise
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.runs import DEMO, SFT, Finished, config, finish
+from tests.test_faults import assert_invariants
+
+from everstep.checkpoint.choose import choose
+from everstep.checkpoint.manifest import checkpoint_folders, damage, pointed_at
+from everstep.checkpoint.storage import CheckpointError
+from everstep.cluster import forked
+from everstep.cluster.forked import ForkedHost
+from everstep.config.schema import Config
+from everstep.telemetry.events import EventLog, read_events
+from everstep.telemetry.metrics import read_metrics
+
+pytestmark = [pytest.mark.timeout(300)]
+
+EXACT = ["recovery.exact=true", "train.verify_every=1000", "recovery.heartbeat_s=0.2", "checkpoint.hf=false"]
+# 15 samples a step of 81 in all: a pass over the data ends within step 6.
+SFT_RUN = [*EXACT, "layout.replicas=2", "sft.samples_per_step=15", "train.micro_batch_size=5", "optimizer.schedule=linear",
+           "optimizer.warmup_steps=3", "optimizer.decay_steps=12", "sft.steps=12", "checkpoint.every_steps=2"]
+GRPO_RUN = [*EXACT, "faults=[]", "layout.replicas=2", "layout.spares=0", "warmup.steps=2", "warmup.samples_per_step=64", "rl.iterations=3",
+            "rl.prompts_per_step=8", "rl.samples_per_prompt=8", "rl.updates_per_pass=2", "rl.kl_coef=0.05", "rl.eval_every=1",
+            "train.micro_batch_size=16", "rollout.eval_samples=8", "checkpoint.every_steps=1"]
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Finished]:
+    """The run that nothing happens to, of a recipe."""
+
+    @functools.cache
+    def run(file: str) -> Finished:
+        overrides = SFT_RUN if file == SFT else GRPO_RUN
+        return finish(config(file, tmp_path_factory.mktemp("calm"), *overrides), host=ForkedHost)
+
+    return run
+
+
+def killed(conf: Config, arm: Callable[[], None]) -> None:
+    """``everstep train`` in a process of its own, which ``arm`` has SIGKILLed somewhere: its workers are left to themselves."""
+    forked.context()
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            # The server that workers are forked from is our parent's, and runs.
+            forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined, method-assign]
+            arm()
+            finish(conf, host=ForkedHost)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def at_event(name: str, step: int) -> None:
+    """From now on this process is killed when it says this of that step, or a later one: a save may have been put off."""
+    emit = EventLog.emit
+
+    def watched(self: EventLog, event: str, *, step: int | None = None, **fields: Any) -> None:
+        emit(self, event, step=step, **fields)
+        if event == name and step is not None and step >= least:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    least = step
+    EventLog.emit = watched  # type: ignore[method-assign, assignment]
+
+
+def at_touch(folder: Path, number: int) -> None:
+    """From now on this process is killed at its n-th touch of anything in ``folder``."""
+    left = [number]
+
+    def hook(event: str, args: tuple[object, ...]) -> None:
+        if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir") and str(args[0]).startswith(str(folder)):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def numbers(folder: Path) -> dict[int, dict[str, float]]:
+    """What must be equal of every step: loss, learning rate, gradient norm, rewards."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    kept = ("train/", "actor/", "critic/", "val", "training/")
+    return {int(row["step"]): {k: v for k, v in row.items() if k.startswith(kept)} for row in rows}
+
+
+def samples(folder: Path) -> dict[int, list[str]]:
+    """Sample ids of every step, in order; of a step that was made twice, those of the last time."""
+    return {e.step: e["samples"] for e in read_events(folder / "events") if e.event == "begin" and e.step is not None}
+
+
+def same(again: Finished, whole: Finished) -> None:
+    assert again.final_hashes == whole.final_hashes
+    assert numbers(again.folder) == numbers(whole.folder)
+    assert samples(again.folder) == samples(whole.folder)
+
+
+SFT_CUTS = {
+    "between": [("commit", 7)],                            # a step that is not saved; the pass over the data has just ended
+    "in-flight": [("save_begin", 4)],                      # a checkpoint is being written, after a complete one
+    "twice": [("commit", 3), ("commit", 9)],
+    "before-the-first": [("commit", 1)],
+}
+
+
+@pytest.mark.parametrize(
+    ("cut", "replicas"),
+    [
+        ("in-flight", 1), ("twice", 2),
+        *(pytest.param(cut, replicas, marks=pytest.mark.full) for cut in SFT_CUTS for replicas in (1, 2, 3)),
+    ],
+)
+def test_sft_goes_on_bitwise(cut: str, replicas: int, calm: Callable[[str], Finished], tmp_path: Path) -> None:
+    """``replicas``: with how many the run goes on."""
+    for attempt, (event, step) in enumerate(SFT_CUTS[cut]):
+        more = ["resume=auto"] if attempt else []
+        killed(config(SFT, tmp_path / "run", *SFT_RUN, *more), lambda event=event, step=step: at_event(event, step))  # type: ignore[misc]
+    again = finish(config(SFT, tmp_path / "run", *SFT_RUN, "resume=auto", f"layout.replicas={replicas}"), host=ForkedHost)
+    if replicas == 2:
+        same(again, calm(SFT))
+    else:
+        assert again.final_hashes == calm(SFT).final_hashes and samples(again.folder) == samples(calm(SFT).folder)
+    assert_invariants(again, steps=12)
+
+
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.full), 4, pytest.param(6, marks=pytest.mark.full)])
+def test_grpo_goes_on_bitwise(step: int, calm: Callable[[str], Finished], tmp_path: Path) -> None:
+    """Killed in the warm-up; between two updates of an iteration; after one."""
+    killed(config(DEMO, tmp_path / "run", *GRPO_RUN), lambda: at_event("commit", step + 1))
+    same(finish(config(DEMO, tmp_path / "run", *GRPO_RUN, "resume=auto"), host=ForkedHost), calm(DEMO))
+
+
+# ---------------------------------------------------------------- the writers die
+
+
+@pytest.mark.parametrize("touch", [9, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, 60, 4))])
+def test_the_lead_is_killed_at_any_touch_of_the_disk(touch: int, calm: Callable[[str], Finished], tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    killed(config(SFT, tmp_path / "run", *SFT_RUN), lambda: at_touch(folder, touch))
+    newest = choose(folder, "auto")
+    if (pointed := pointed_at(folder)) is not None:
+        assert damage(pointed) is None and newest.path is not None and newest.step >= int(pointed.name[5:])
+    same(finish(config(SFT, tmp_path / "run", *SFT_RUN, "resume=auto"), host=ForkedHost), calm(SFT))
+
+
+def kill_the_writer_of_replica_1() -> None:
+    """In every worker: who writes for replica 1 dies when it opens its n-th file; n comes from the environment."""
+    left = [int(os.environ["KILLED_AT_FILE"])]
+
+    def hook(event: str, args: tuple[object, ...]) -> None:
+        if event == "open" and "/state/" in str(args[0]) and "-1.000-" in str(args[0]) and "w" in str(args[1]):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def test_a_rank_that_dies_while_it_writes_costs_one_attempt(calm: Callable[[str], Finished], tmp_path: Path) -> None:
+    run = finish(config(SFT, tmp_path / "run", *SFT_RUN, "env.KILLED_AT_FILE=2"), host=lambda c: ForkedHost(c, kill_the_writer_of_replica_1))
+    (failed,) = run.kind("save_failed")
+    first, second = [e.step for e in run.kind("save_begin")][:2]
+    assert first == 2 and failed.step == second and "rank 0 of replica 1 (w1) is gone while it saved" in failed["cause"]
+    saved = [e.step for e in run.kind("save")]
+    assert saved[0] == 2 and second < saved[1] <= second + 2 and saved[-1] == 12, "another step was saved at once"
+    assert run.final_hashes == calm(SFT).final_hashes
+    assert_invariants(run, steps=12)
+    assert [damage(folder) for folder in checkpoint_folders(run.folder / "checkpoints")] == [None, None]
+
+
+def slow_disk() -> None:
+    """In every worker: a checkpoint's files take half a second each."""
+    sys.addaudithook(lambda event, args: time.sleep(0.5) if event == "open" and "/state/" in str(args[0]) else None)
+
+
+def test_saves_back_to_back_wait_for_each_other_and_training_does_not(tmp_path: Path) -> None:
+    """With a heal in between: replica 1 loses its rank, and a spare is healed while saves are on their way."""
+    death = "faults=[{step: 3, phase: reduce, kind: kill, replica: 1}]"
+    run = finish(config(SFT, tmp_path / "run", *SFT_RUN, "checkpoint.every_steps=1", "sft.steps=30", "layout.spares=1", death),
+                 host=lambda c: ForkedHost(c, slow_disk))
+    assert run.kind("save_postponed") and run.kind("heal_done")
+    begun = {e.step: e.t_mono for e in run.kind("save_begin")}
+    ended = {e.step: e.t_mono for e in run.kind("save", "save_failed")}
+    steps = sorted(begun)
+    assert all(ended[first] <= begun[second] for first, second in pairwise(steps)), "one at a time"
+    committed = [e for e in run.kind("commit") if begun[steps[0]] < e.t_mono < ended[steps[0]]]
+    assert committed, "steps were made while it was written"
+    assert steps[-1] == 30 and damage(run.folder / "checkpoints" / "step-000030") is None
+    assert_invariants(run, steps=30)
+
+
+# ---------------------------------------------------------------- storage refuses
+
+
+def without_the_folder(monkeypatch: pytest.MonkeyPatch, folder: Path, gone_at: int, back_at: int | None) -> None:
+    """Between the commits of these steps a file is where the checkpoints were."""
+    emit = EventLog.emit
+
+    def watched(self: EventLog, event: str, *, step: int | None = None, **fields: Any) -> None:
+        emit(self, event, step=step, **fields)
+        if event == "commit" and step == gone_at:
+            folder.rename(folder.with_name("elsewhere"))
+            folder.write_text("no folder")
+        if event == "commit" and step == back_at:
+            folder.unlink()
+            folder.with_name("elsewhere").rename(folder)
+
+    monkeypatch.setattr(EventLog, "emit", watched)
+
+
+def test_storage_that_refuses_for_a_while_costs_checkpoints_and_no_step(
+    calm: Callable[[str], Finished], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        without_the_folder(patched, tmp_path / "run" / "checkpoints", 5, 11)
+        run = finish(config(SFT, tmp_path / "run", *SFT_RUN, "checkpoint.retry_s=0"), host=ForkedHost)
+    assert run.kind("save_failed") and all("Not a directory" in e["cause"] or "exists" in e["cause"] for e in run.kind("save_failed"))
+    assert run.kind("save")[-1].step == 12 and run.final_hashes == calm(SFT).final_hashes
+    assert_invariants(run, steps=12)
+
+
+def test_on_failure_stop_ends_the_run_and_it_can_be_resumed(
+    calm: Callable[[str], Finished], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match=r"checkpoints.* failed: .*resume=auto"):
+        without_the_folder(patched, folder, 5, None)
+        finish(config(SFT, tmp_path / "run", *SFT_RUN, "checkpoint.retry_s=0", "checkpoint.on_failure=stop"), host=ForkedHost)
+    folder.unlink()
+    folder.with_name("elsewhere").rename(folder)
+    same(finish(config(SFT, tmp_path / "run", *SFT_RUN, "resume=must"), host=ForkedHost), calm(SFT))

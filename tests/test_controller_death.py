@@ -1,0 +1,330 @@
+"""The controller is killed, for real and at a chosen line; another one takes over from the commit record and the workers that wait.
+
+Controllers and workers are forked from one process that has done the imports, so a takeover is what it costs and not an import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.support.runs import QUIET, ROOT, SFT, Finished, config, gone
+from tests.test_exact import BASE, SHAPES, by_position, undisturbed
+from tests.test_faults import assert_invariants
+from tests.test_plan_cli import TOKEN, survivors
+
+from everstep.cluster import forked
+from everstep.cluster.forked import ForkedHost
+from everstep.config.check import check_plan
+from everstep.config.schema import Config
+from everstep.driver import run
+from everstep.errors import BadInput, NotEnoughReplicas
+from everstep.recovery import rendezvous
+from everstep.recovery.commitlog import CommitLog
+from everstep.recovery.desk import Desk
+from everstep.recovery.view import Kind
+from everstep.telemetry.events import read_events
+
+pytestmark = [pytest.mark.timeout(200)]
+
+STEPS, STEP = 12, 4
+GRACE = ["recovery.controller_grace_s=20", f"sft.steps={STEPS}"]
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before_the_record_is_durable(step: int) -> None:
+    write = CommitLog.write
+    CommitLog.write = lambda self, r: die() if r.kind is Kind.COMMIT and r.step == step else write(self, r)  # type: ignore[method-assign]
+
+
+def after_the_record_before_anybody_is_told(step: int) -> None:
+    write = CommitLog.write
+
+    def killed(self, record):
+        write(self, record)
+        if record.kind is Kind.COMMIT and record.step == step:
+            die()
+
+    CommitLog.write = killed  # type: ignore[method-assign]
+
+
+def after_one_rank_was_told(step: int) -> None:
+    """Of the others each learns it from the next coordinator."""
+    from everstep.recovery.server import _Session
+
+    put, told = _Session.put, []
+
+    def killed(self, message):
+        record = message.get("record", {})
+        if record.get("kind") == "commit" and record.get("step") == step:
+            if told:
+                time.sleep(0.3)  # until the first one has it
+                die()
+            told.append(self.worker)
+        put(self, message)
+
+    _Session.put = killed  # type: ignore[method-assign]
+
+
+def between_two_steps(step: int) -> None:
+    begin = Desk.begin
+    Desk.begin = lambda self, k, *args: die() if k == step + 1 else begin(self, k, *args)  # type: ignore[method-assign]
+
+
+def while_the_ranks_compute(step: int) -> None:
+    from everstep.cluster.controller import Controller
+
+    entered = Controller._phase_entered
+
+    def killed(self, worker, k, phase):
+        if (k, phase) == (step, "compute"):
+            die()
+        entered(self, worker, k, phase)
+
+    Controller._phase_entered = killed  # type: ignore[method-assign]
+
+
+def in_the_middle_of_a_save(step: int) -> None:
+    from everstep.checkpoint import manifest
+
+    manifest.publish = lambda *args, **kwargs: die()  # type: ignore[assignment]
+
+
+def while_a_spare_heals(step: int) -> None:
+    from everstep.cluster.controller import Controller
+
+    entered = Controller._phase_entered
+
+    def killed(self, worker, k, phase):
+        if phase == "heal":
+            die()
+        entered(self, worker, k, phase)
+
+    Controller._phase_entered = killed  # type: ignore[method-assign]
+
+
+def _controller(conf: Config, moment: Callable[[int], None] | None, attach: bool) -> None:
+    if moment:
+        moment(STEP)
+    os._exit(run(conf, host=ForkedHost, attach=attach))
+
+
+def start(conf: Config, moment: Callable[[int], None] | None = None, attach: bool = False):
+    """A controller in a process of its own."""
+    process = forked.context().Process(target=_controller, args=(conf, moment, attach))
+    process.start()
+    return process
+
+
+def end(process, within_s: float = 60.0) -> int:
+    process.join(within_s)
+    assert process.exitcode is not None, "the controller did not end"
+    return int(process.exitcode)
+
+
+def take_over(conf: Config, *moments: Callable[[int], None]) -> Finished:
+    """A controller that is killed at each moment, and then one that finishes the run."""
+    for attach, moment in enumerate(moments):
+        assert end(start(conf, moment, bool(attach))) == -signal.SIGKILL, moment.__name__
+    assert end(start(conf, attach=True)) == 0
+    folder = Path(conf.run_dir)
+    done = Finished(folder, read_events(folder / "events"))
+    assert gone(done.pids) and rendezvous.find(folder) is None
+    return done
+
+
+MOMENTS = [before_the_record_is_durable, after_the_record_before_anybody_is_told, after_one_rank_was_told, between_two_steps, while_the_ranks_compute]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_no_committed_step_is_lost_and_no_sample_used_twice(moment, model, tmp_path):
+    conf = config(SFT, tmp_path / "run", *BASE, *GRACE, f"model.path={model}", "layout.replicas=2", "layout.spares=0")
+    done = take_over(conf, moment)
+    assert_invariants(done, steps=STEPS)
+    assert by_position(done, 2) == undisturbed(model, "", f"sft.steps={STEPS}")
+    (takeover,) = done.kind("takeover")
+    assert takeover["members"] == [0, 1] and takeover["seconds"] < 5
+    assert takeover.step == STEP - (moment in (before_the_record_is_durable, while_the_ranks_compute))
+    assert not done.kind("death") and len(done.kind("form")) == 2  # nobody was formed anew
+
+
+@pytest.mark.parametrize("shape", [pytest.param("tp2", marks=pytest.mark.full), "pp2"])
+def test_replicas_of_two_ranks_and_two_controllers_one_after_the_other(shape, model, tmp_path):
+    conf = config(SFT, tmp_path / "run", *BASE, *GRACE, *SHAPES[shape], f"model.path={model}", "layout.spares=0")
+    done = take_over(conf, after_one_rank_was_told, while_the_ranks_compute_later)
+    assert_invariants(done, steps=STEPS)
+    assert by_position(done, 2) == undisturbed(model, shape, f"sft.steps={STEPS}")
+    assert [t["incarnation"] for t in done.kind("takeover")] == [2, 3]
+    assert len(done.kind("form")) == 4 and not done.kind("death")
+
+
+def while_the_ranks_compute_later(step: int) -> None:
+    while_the_ranks_compute(step + 3)
+
+
+@pytest.mark.parametrize("moment", [in_the_middle_of_a_save, pytest.param(while_a_spare_heals, marks=pytest.mark.full)])
+def test_in_the_middle_of_a_save_or_a_heal(moment, model, tmp_path):
+    more = ["checkpoint.every_steps=5"] if moment is in_the_middle_of_a_save else [
+        "layout.spares=2", "faults=[{step: 2, phase: compute, kind: kill, replica: 1}]"]
+    conf = config(SFT, tmp_path / "run", *BASE, *GRACE, f"model.path={model}", "layout.replicas=2", "layout.spares=0", *more)
+    done = take_over(conf, moment)
+    assert_invariants(done, steps=STEPS)
+    assert by_position(done, len(done.kind("commit")[-1]["members"])) == undisturbed(model, "", f"sft.steps={STEPS}")
+    if moment is in_the_middle_of_a_save:
+        assert [s.step for s in done.kind("save")] == [10] and not list(done.folder.glob("checkpoints/*.partial"))
+
+
+def test_a_rank_that_dies_with_its_controller_is_replaced_by_a_spare(model, tmp_path):
+    conf = config(SFT, tmp_path / "run", *BASE, *GRACE, f"model.path={model}", "layout.replicas=2", "layout.spares=1", "sft.steps=24")
+    assert end(start(conf, before_the_record_is_durable)) == -signal.SIGKILL
+    handle = rendezvous.find(Path(conf.run_dir)).host
+    os.kill(handle["pids"]["w1"], signal.SIGKILL)
+    assert end(start(conf, attach=True)) == 0
+    done = Finished(Path(conf.run_dir), read_events(Path(conf.run_dir) / "events"))
+    assert_invariants(done, steps=24)
+    (takeover,), (death,), (used,) = done.kind("takeover"), done.kind("death"), done.kind("spare_used")
+    assert takeover["members"] == [0] and death["worker"] == "w1" and used["spare"] == "w2"
+    assert by_position(done, 2) == undisturbed(model, "", "sft.steps=24")
+    assert gone(done.pids)
+
+
+def test_a_commit_that_only_a_rank_remembers_stands(model, tmp_path):
+    """The machine lost the tail of the record; the ranks, who applied the step, did not."""
+    conf = config(SFT, tmp_path / "run", *BASE, *GRACE, f"model.path={model}", "layout.replicas=2", "layout.spares=0")
+    assert end(start(conf, between_two_steps)) == -signal.SIGKILL
+    log = Path(conf.run_dir) / "commits.log"
+    lines = log.read_bytes().splitlines(keepends=True)
+    last = next(i for i, line in enumerate(lines) if b'"kind":"commit"' in line and f'"step":{STEP},'.encode() in line)
+    log.write_bytes(b"".join(lines[:last]) + lines[last][:-7])  # torn
+    assert end(start(conf, attach=True)) == 0
+    done = Finished(Path(conf.run_dir), read_events(Path(conf.run_dir) / "events"))
+    assert_invariants(done, steps=STEPS)
+    assert done.kind("takeover")[0].step == STEP
+    assert by_position(done, 2) == undisturbed(model, "", f"sft.steps={STEPS}")
+
+
+def test_without_another_controller_everything_ends_after_the_grace(model, tmp_path):
+    conf = config(SFT, tmp_path / "run", *BASE, f"model.path={model}", "layout.replicas=2", "recovery.controller_grace_s=1.5")
+    assert end(start(conf, while_the_ranks_compute)) == -signal.SIGKILL
+    died = time.monotonic()
+    pids = {e.pid for e in read_events(Path(conf.run_dir) / "events") if e.who != "lead"}
+    assert len(pids) == 2 and gone(pids, within_s=10) and time.monotonic() - died > 0.5
+    said = [e for e in read_events(Path(conf.run_dir) / "events") if e.event == "error"]
+    assert len(said) == 2 and all("recovery.controller_grace_s" in e["message"] for e in said)
+    with pytest.raises(NotEnoughReplicas, match="no living replica holds step 3"):
+        run(conf, host=ForkedHost, attach=True)
+
+
+def test_what_attach_refuses_leaves_the_workers_alone(model, tmp_path):
+    conf = config(SFT, tmp_path / "run", *BASE, *GRACE, f"model.path={model}", "layout.replicas=2", "layout.spares=0")
+    with pytest.raises(BadInput, match="not a run folder"):
+        run(conf, host=ForkedHost, attach=True)
+    assert end(start(conf, between_two_steps)) == -signal.SIGKILL
+    with pytest.raises(BadInput, match=r"started with another optimizer\.lr"):
+        run(config(SFT, tmp_path / "run", *BASE, *GRACE, f"model.path={model}", "layout.replicas=2", "layout.spares=0", "optimizer.lr=0.5"),
+            host=ForkedHost, attach=True)
+    with pytest.raises(BadInput, match="give one of them"):
+        run(conf, host=ForkedHost, attach=True, clean=True)
+    first = start(conf, attach=True)
+    while not read_kind(tmp_path, "takeover"):
+        assert first.is_alive()
+        time.sleep(0.01)
+    with pytest.raises(BadInput, match="another coordinator runs in this folder"):
+        run(conf, host=ForkedHost, attach=True)
+    assert end(first) == 0
+
+
+def read_kind(folder: Path, kind: str) -> list:
+    return [e for e in read_events(folder / "run" / "events") if e.event == kind]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["recovery.controller_restarts=1"], "with recovery.controller_grace_s=0 the workers end with their controller"),
+        (["recovery.controller_grace_s=5", "recovery.enabled=false", "layout.spares=0"], "which recovery.enabled=false does not survive"),
+        (["recovery.controller_grace_s=5", "rollout.engines=1"], "rollout engines end with their controller"),
+        (["recovery.controller_grace_s=5", "launcher=local", "layout.replicas=1", "layout.spares=0"], "rank 0 is the controller"),
+    ],
+)
+def test_what_cannot_work_is_refused(overrides, said, tmp_path):
+    with pytest.raises(BadInput, match=re.escape(said)):
+        check_plan(config(SFT, tmp_path / "run", *overrides))
+
+
+# -- through Ray, as a user starts it ------------------------------------------------------------------------------------------------
+
+
+def _commits(folder: Path) -> int:
+    lead = folder / "events" / "lead.jsonl"
+    return lead.read_text().count('"event":"commit"') if lead.exists() else 0
+
+
+def _until(condition: Callable[[], bool], process: subprocess.Popen, within_s: float = 120.0) -> None:
+    end_at = time.monotonic() + within_s
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end_at
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def training(*overrides: str):
+    """``everstep train`` in a session of its own, with a token by which whatever it leaves is found."""
+    token = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [sys.executable, "-m", "everstep", "train", SFT, *QUIET, "checkpoint.at_end=false", *overrides], cwd=ROOT, text=True,
+        env=os.environ | {TOKEN: token, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+    )
+    try:
+        yield process, token
+    finally:
+        for left in survivors(token, process.pid):
+            os.kill(int(left.split()[0]), signal.SIGKILL)
+        process.communicate(timeout=10)
+
+
+@pytest.mark.full
+def test_through_ray_a_killed_controller_is_followed_by_another_one_by_itself(tmp_path):
+    steps = 60
+    with training(f"run_dir={tmp_path}/run", f"sft.steps={steps}", "layout.replicas=2", "layout.spares=0", "train.verify_every=1000",
+                  "recovery.controller_grace_s=60", "recovery.controller_restarts=1") as (process, token):
+        _until(lambda: _commits(tmp_path / "run") >= 8, process)
+        os.kill(rendezvous.find(tmp_path / "run").pid, signal.SIGKILL)
+        assert process.wait(120) == 0, process.communicate()
+        assert "killed by SIGKILL; another one takes over" in process.communicate()[1]
+        done = Finished(tmp_path / "run", read_events(tmp_path / "run" / "events"))
+        assert_invariants(done, steps=steps)
+        assert len(done.kind("takeover")) == 1 and len(done.kind("form")) == 2
+        assert survivors(token, process.pid) == [] and gone(done.pids)
+
+
+@pytest.mark.full
+def test_through_ray_nothing_is_left_after_the_grace(tmp_path):
+    before = {*glob.glob("/dev/shm/*"), *glob.glob("/tmp/evs-*")}
+    with training(f"run_dir={tmp_path}/run", "sft.steps=5000", "layout.replicas=2", "layout.spares=1", "recovery.controller_grace_s=4") as (process, token):
+        _until(lambda: _commits(tmp_path / "run") >= 3, process)
+        pids = {e.pid for e in read_events(tmp_path / "run" / "events") if e.who != "lead"}
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(10)
+        time.sleep(1)
+        assert survivors(token, process.pid)
+        end_at = time.monotonic() + 40
+        while left := survivors(token, process.pid):
+            assert time.monotonic() < end_at, left
+            time.sleep(0.2)
+        assert gone(pids, within_s=0) and rendezvous.find(tmp_path / "run") is None
+    assert {*glob.glob("/dev/shm/*"), *glob.glob("/tmp/evs-*")} <= before

@@ -1,0 +1,173 @@
+"""Copies in the memory of the node: whole or none, whatever kills the rank; and runs that go back to them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.support.processes import run_ranks
+from tests.support.runs import SFT, config, finish, gone
+from tests.test_exact import BASE, SHAPES, STEP, STEPS, by_position, undisturbed
+from tests.test_faults import assert_invariants
+
+from everstep.checkpoint import memory
+from everstep.cluster.forked import ForkedHost
+from everstep.config.check import check_plan
+from everstep.errors import BadInput, InvariantViolated, NotEnoughReplicas
+from everstep.telemetry.events import EventLog, read_events
+
+pytestmark = [pytest.mark.timeout(200)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = memory.folder_of(tmp_path, 1)
+    yield path
+    memory.remove(path)
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((1000, 333), value), "b": torch.full((7,), value, dtype=torch.bfloat16), "none": torch.zeros(0)}
+
+
+def restored(folder: Path, version: int) -> tuple[dict, dict]:
+    scalars: dict = {}
+    mine = state(-1.0)
+    memory.restore(folder, 0, version, SimpleNamespace(load_scalars=scalars.update, tensors=lambda: mine))
+    return mine, scalars
+
+
+def kept(folder: Path, *versions: int) -> memory.Keeper:
+    keeper = memory.Keeper(folder, 0, 0)
+    for version in versions:
+        keeper.copy(version, state(float(version)), {"step": version})
+    keeper.settle()
+    return keeper
+
+
+def test_the_last_two_copies_are_there_for_whoever_comes(folder):
+    log = EventLog(folder.parent / f"{folder.name}-w0.jsonl", "w0")
+    keeper = memory.Keeper(folder, 0, 0, log)
+    for version in (0, 4, 8):
+        keeper.copy(version, state(float(version)), {"step": version})
+    keeper.settle()
+    assert memory.offers(folder, 0) == [4, 8] and memory.offers(folder, 1) == []
+    for version in (4, 8):
+        tensors, scalars = restored(folder, version)
+        assert all(torch.equal(tensors[n], t) for n, t in state(float(version)).items()) and scalars == {"step": version}
+    told = read_events(log.path)
+    log.path.unlink()
+    assert [e.step for e in told] == [0, 4, 8] and all(e["copy_bytes"] > 1_332_000 and e["seconds"] > 0 for e in told)
+    kept(folder, 12)  # another process in the same place: the newest copy stays
+    assert memory.offers(folder, 0) == [8, 12]
+
+
+def die_while_copying(rank: int, folder: Path, done: int) -> None:
+    """SIGKILL once ``done`` bytes of the data have been written: in the middle of a tensor."""
+    keeper = kept(folder, 4, 8)
+    torch.frombuffer, real = lambda memory, **how: Dying(real(memory, **how), done), torch.frombuffer
+    keeper.copy(12, state(12.0), {"step": 12})
+
+
+class Dying:
+    def __init__(self, flat: torch.Tensor, left: int):
+        self.flat, self.left = flat, left
+
+    def __getitem__(self, where: slice) -> torch.Tensor:
+        if where.stop > self.left:
+            self.flat[where.start : self.left].fill_(12)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.flat[where]
+
+
+def die_while_sealing(rank: int, folder: Path) -> None:
+    keeper = kept(folder, 4, 8)
+    memory.xxhash.xxh3_64_intdigest = lambda data: os.kill(os.getpid(), signal.SIGKILL)
+    keeper.copy(12, state(12.0), {"step": 12})
+    keeper.settle()
+
+
+@pytest.mark.parametrize("how", [(die_while_copying, 0), (die_while_copying, 700_001), (die_while_copying, 1_332_003), (die_while_sealing,)])
+def test_a_copy_that_a_kill_cut_short_is_none(how, folder):
+    run_ranks(how[0], 1, folder, *how[1:], join=False, may_die=(0,))
+    assert memory.offers(folder, 0) == [8]
+    tensors, _ = restored(folder, 8)
+    assert all(torch.equal(tensors[n], t) for n, t in state(8.0).items())
+
+
+def test_a_flipped_bit_or_a_cut_file_or_another_layout_is_no_copy_of_mine(folder):
+    kept(folder, 4, 8)
+    with open(folder / "0-0.0.copy", "r+b") as file, mmap.mmap(file.fileno(), 0) as data:
+        data[len(data) // 2] ^= 1
+    assert memory.offers(folder, 0) == [8]
+    with pytest.raises(BadInput, match="no whole copy of step 4 of rank 0"):
+        restored(folder, 4)
+    with pytest.raises(InvariantViolated, match="does not fit my state"):
+        memory.restore(folder, 0, 8, SimpleNamespace(load_scalars=lambda scalars: None, tensors=lambda: {"a": torch.zeros(3)}))
+    os.truncate(folder / "0-0.1.copy", 1000)
+    assert memory.offers(folder, 0) == []
+
+
+def test_what_cannot_work_is_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"set recovery\.memory_checkpoint_every or checkpoint\.every_steps"):
+        check_plan(config(SFT, tmp_path / "run", "layout.replicas=1", "layout.spares=1", "checkpoint.every_steps=0"))
+    check_plan(config(SFT, tmp_path / "run", "layout.replicas=1", "layout.spares=1", "checkpoint.every_steps=0", "recovery.memory_checkpoint_every=2"))
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------------------------
+
+
+def fault(phase: str, rank: int, step: int = STEP + 1, replica: int = 0) -> str:
+    return f"{{step: {step}, phase: {phase}, kind: kill, replica: {replica}, rank: {rank}}}"
+
+
+@pytest.mark.parametrize(
+    ("shape", "faults", "back"),
+    [
+        ("tp2", [fault("compute", 1)], [3]),
+        pytest.param("pp2", [fault("apply", 0, step=6), fault("reduce", 1, step=12)], [3, 9], marks=pytest.mark.full),
+        pytest.param("dp2", [fault("vote", 0), fault("compute", 0), fault("compute", 1)], [3], marks=pytest.mark.full),
+        pytest.param("tp2", [fault("compute", 0, step=2)], [0], marks=pytest.mark.full),
+        ("", [fault("compute", 0)], [3]),
+    ],
+)
+def test_one_replica_goes_back_to_the_copy_and_repeats_the_steps_since(shape, faults, back, model, tmp_path):
+    run = finish(config(SFT, tmp_path / "run", *BASE, *SHAPES[shape], f"model.path={model}", "layout.replicas=1", f"layout.spares={len(faults)}",
+                        "recovery.memory_checkpoint_every=3", f"faults=[{', '.join(faults)}]"), host=ForkedHost)
+    assert_invariants(run, steps=STEPS)
+    assert sorted({r.step for r in run.kind("rollback")}) == back and all("the copy in memory" in r["cause"] for r in run.kind("rollback"))
+    assert by_position(run, 1) == undisturbed(model, shape)
+    assert len(run.kind("memory_copy")) >= (STEPS // 3) * (2 if shape else 1)
+    assert gone(run.pids) and not memory.folder_of(tmp_path / "run", 1).exists()
+
+
+@pytest.mark.full
+def test_two_replicas_lost_at_once_come_back_from_copies(model, tmp_path):
+    run = finish(config(SFT, tmp_path / "run", *BASE, f"model.path={model}", "layout.replicas=2", "layout.spares=2", "sft.steps=40",
+                        "recovery.memory_checkpoint_every=2", f"faults=[{fault('reduce', 0)}, {fault('reduce', 0, replica=1)}]"), host=ForkedHost)
+    assert_invariants(run, steps=40)
+    assert len(run.kind("rollback")) == 1 and len(run.kind("commit")[-1]["members"]) == 2
+    assert by_position(run, 2) == undisturbed(model, "", "sft.steps=40")
+
+
+def test_without_copies_all_load_the_last_checkpoint_in_place(model, tmp_path):
+    run = finish(config(SFT, tmp_path / "run", *BASE, *SHAPES["tp2"], f"model.path={model}", "layout.replicas=1", "layout.spares=1",
+                        "checkpoint.every_steps=4", f"faults=[{fault('compute', 1, step=7)}]"), host=ForkedHost)
+    assert_invariants(run, steps=STEPS)
+    (back,) = run.kind("rollback")
+    assert back.step == 4 and "step-000004" in back["cause"]
+    assert by_position(run, 1) == undisturbed(model, "tp2")
+    lived = {e.who for e in run.kind("process_start")} - {d["worker"] for d in run.kind("death")}
+    assert len(lived) == 2 and {e.who for e in run.kind("form") if e["build"] == 1} == lived  # no process was started for it
+
+
+@pytest.mark.full
+def test_with_nothing_to_go_back_to_it_says_so(model, tmp_path):
+    with pytest.raises(NotEnoughReplicas, match="no copy in memory was left of every rank, and there is no checkpoint"):
+        finish(config(SFT, tmp_path / "run", *BASE, f"model.path={model}", "layout.replicas=1", "layout.spares=1", "checkpoint.every_steps=20",
+                      f"faults=[{fault('compute', 0)}]"), host=ForkedHost)

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import functools
 import itertools
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.support.replicas import Replicas
 from tests.support.runs import DEMO, SFT, Finished, config, finish
+from tests.test_controller_death import (
+    after_one_rank_was_told,
+    after_the_record_before_anybody_is_told,
+    before_the_record_is_durable,
+    between_two_steps,
+)
 from tests.test_faults import assert_invariants
 
 from everstep.cluster.forked import ForkedHost
@@ -24,6 +32,7 @@ from everstep.telemetry.metrics import read_metrics
 
 pytestmark = pytest.mark.timeout(240)
 
+AT_A_COMMIT = [before_the_record_is_durable, after_the_record_before_anybody_is_told, after_one_rank_was_told, between_two_steps]
 STEPS = 16
 BASE = ["layout.spares=0", "faults=[]", f"sft.steps={STEPS}", "sft.samples_per_step=32", "train.micro_batch_size=4", "recovery.exact=true",
         "recovery.heartbeat_s=0.2", "train.verify_every=1000", "checkpoint.at_end=false", "lighthouse.wait_s=60"]
@@ -122,6 +131,38 @@ def test_the_lighthouse_is_killed_and_comes_back(tmp_path: Path, calm) -> None:
     assert not run.kind("death")
     epochs = [epoch_key(e.epoch) for e in run.kind("commit")]
     assert epochs == sorted(epochs) and {epoch[0] for epoch in epochs} == {1, 2}, "epochs grow, over incarnations"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("moment", AT_A_COMMIT)
+def test_the_lighthouse_dies_at_a_commit(tmp_path: Path, calm, moment: Callable[[int], None]) -> None:
+    """Whoever heard of the commit, and whoever did not, go on from it; one that is not durable is made anew."""
+    with Replicas(local(tmp_path, 2, "sft.steps=24"), tmp_path, moment=functools.partial(moment, 4)) as replicas:
+        replicas.start(0, 1)
+        replicas.lighthouse.join(60)
+        assert replicas.lighthouse.exitcode == -signal.SIGKILL
+        replicas.start_lighthouse()
+        run = replicas.finished()
+    check(run, calm(SFT, "sft.steps=24"), 2)
+    assert not run.kind("death") and [(e.step, e["members"]) for e in run.kind("takeover")] in ([(3, [0, 1])], [(4, [0, 1])])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("moment", ["forms", "heals"])
+def test_the_lighthouse_dies_while_a_replica_comes_back(tmp_path: Path, calm, moment: str) -> None:
+    with Replicas(local(tmp_path, 2, "sft.steps=60"), tmp_path) as replicas:
+        replicas.start(0, 1)
+        replicas.wait_for_commit(4)
+        replicas.kill(1)
+        if moment == "forms":
+            replicas.wait_for(lambda events: any(e.event == "process_start" and e.who == "w1b1" for e in events))
+        else:
+            replicas.wait_for(lambda events: any(e.event in ("view", "commit") and e["healing"] == [1] for e in events))
+        replicas.kill_lighthouse()
+        replicas.start_lighthouse()
+        run = replicas.finished()
+    check(run, calm(SFT, "sft.steps=60"), 2)
+    assert run.kind("takeover") and {e["replica"] for e in run.kind("join")} == {1}
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,12 @@ def _log_to(path: Path) -> None:
     os.dup2(log, 2)
 
 
-def _lighthouse(port: int, min_replicas: int, join_timeout_ms: int, log: Path) -> None:
+def _lighthouse(port: int, min_replicas: int, join_timeout_ms: int, log: Path, moment: Callable[[], None] | None) -> None:
     from everstep.cluster.lighthouse import serve
 
     _log_to(log)
+    if moment:
+        moment()
     until = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: until.set())
     serve("127.0.0.1", port, min_replicas, 50, join_timeout_ms, 5000, lambda text: print(f"{time.monotonic():.3f} {text}", flush=True), until)
@@ -68,10 +71,11 @@ def _rank(config: Config, env: dict[str, str], log: Path, clean: bool) -> None:
 
 
 class Replicas:
-    """``config`` has no replica.id. Use as a context manager; nothing outlives it."""
+    """``config`` has no replica.id. ``moment()``: is called in the first lighthouse, to have it killed at a chosen line. Use as a context
+    manager; nothing outlives it."""
 
     def __init__(self, config: Config, folder: Path, min_replicas: int = 0, join_timeout_ms: int = 5000, max_restarts: int = 5,
-                 clean: bool = False):
+                 clean: bool = False, moment: Callable[[], None] | None = None):
         self.port = free_ports()
         self.config = config.model_copy(update={
             "lighthouse": config.lighthouse.model_copy(update={"address": f"http://127.0.0.1:{self.port}"}),
@@ -83,7 +87,7 @@ class Replicas:
         self.ranks: dict[tuple[int, int], Any] = {}
         self.codes: dict[int, int] = {}
         self._threads: dict[int, threading.Thread] = {}
-        self.start_lighthouse()
+        self.start_lighthouse(moment)
 
     def __enter__(self) -> Replicas:
         return self
@@ -96,9 +100,9 @@ class Replicas:
             thread.join(10)
         self.lighthouse.join(10)
 
-    def start_lighthouse(self) -> None:
+    def start_lighthouse(self, moment: Callable[[], None] | None = None) -> None:
         self.lighthouse = context().Process(
-            target=_lighthouse, args=(self.port, self._min_replicas, self._join_timeout_ms, self.folder / "lighthouse.log"), daemon=True
+            target=_lighthouse, args=(self.port, self._min_replicas, self._join_timeout_ms, self.folder / "lighthouse.log", moment), daemon=True
         )
         self.lighthouse.start()
 

@@ -96,6 +96,9 @@ class ServedRun:
         recovery = config.recovery
         self._log = CommitLog(run_dir.path / "commits.log", takeover=go_on)
         self._past = self._log.past if go_on else None
+        written = read_events(run_dir.events) if go_on else []
+        self._noted = takeover.noted(written)
+        self._members_before: tuple[Member, ...] = ()  # under the lighthouse before
         self._events = EventLog(run_dir.events / "lead.jsonl", "lead", offer)
         everybody = self.layout.replicas
         minimum = recovery.min_replicas if recovery.enabled and recovery.mode != "wait" else everybody
@@ -116,7 +119,7 @@ class ServedRun:
         target = LaunchedTarget(
             lambda: self.server, self._place_of, self._signal, self._process, lambda: [], {},
         )
-        self._injector = FaultInjector(config.faults, target, self._events)
+        self._injector = FaultInjector(takeover.faults_left(config.faults, written), target, self._events)
         for member in self._past.members.values() if self._past else ():  # lives are never named again
             self._know(member)
         if not go_on:
@@ -185,6 +188,7 @@ class ServedRun:
     def begin(self, member: Member, step: int, slots: tuple[tuple[str, ...], ...], about: Mapping[str, Any]) -> bool:
         """A replica comes to a step with these samples. False: it was committed before, without this life of it."""
         digest = _digest(slots)
+        self._await_opening()
         with self._prepare_lock:
             coordinator = self.server.coordinator
             if step == coordinator.committed + 1:
@@ -205,7 +209,8 @@ class ServedRun:
     def ask(self, member: Member, place: Place, what: str, who: Who) -> Result | Work | None:
         """None: not yet, come again."""
         with self._prepare_lock:
-            self._injector.prepare(self.server.coordinator.committed + 1)
+            if self._opened:
+                self._injector.prepare(self.server.coordinator.committed + 1)
         end = time.monotonic() + ANSWER_WITHIN_S
         with self._turn:
             while True:
@@ -233,6 +238,7 @@ class ServedRun:
 
     def restart_at(self, step: int) -> None:
         """The members have loaded a checkpoint of ``step``."""
+        self._await_opening()
         with self._turn:
             self.check()
             if self.server.coordinator.committed < step:
@@ -363,22 +369,35 @@ class ServedRun:
         if waited_for and now - self._start.since <= self.config.recovery.silence_s:
             return
         self._opened = True
+        self._turn.notify_all()
         told = {worker: takeover.Told.parse(said) for worker, said in self.server.told.items() if worker in there}
         decided = takeover.decide(past, told, self.run_dir.path)
         begun = self._announced.get(decided.last.view.committed + 1)
         if begun is not None:
             self._begun = (decided.last.view.committed + 1, _digest(begun[0]))
         self.server.take_over(
-            decided.last, decided.commit, decided.members, self.layout.replicas, takeover.noted(read_events(self.run_dir.events)),
-            decided.healing, begun,
+            decided.last, decided.commit, decided.members, self.layout.replicas, self._noted, decided.healing, begun,
         )
         view = self.server.coordinator.view
         self._events.emit("takeover", step=view.committed, epoch=view.epoch.key, incarnation=self._log.incarnation, members=list(view.replicas),
                           workers=sorted(told), seconds=now - self._start.since)
         self._say(f"going on after step {view.committed} with replicas {list(view.replicas)}")
+        self._members_before = decided.last.view.members
         for life in self._replicas.values():
-            if life.formed and not life.gone and life.member not in (*view.members, *decided.last.view.members):
-                self.server.joiner(life.member)
+            self._let_in(life)
+
+    def _let_in(self, life: Replica) -> None:
+        """After a restart of the lighthouse: a life that was on its way into the run goes on with that. One that was a member and came too
+        late, or without the state, sees a view without it, and ends."""
+        members = (*self.server.coordinator.view.members, *self._members_before)
+        if self._opened and life.formed and not life.gone and life.member not in members:
+            self.server.joiner(life.member)
+
+    def _await_opening(self) -> None:
+        """After a restart of the lighthouse: until it is known which step was the last one (the watch sees to it, in recovery.silence_s)."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._opened or bool(self.failure or self.ended))
+            self.check()
 
     def _may_come(self, member: Member) -> bool:
         """A member under the lighthouse before; one that is in a later life is dead for sure."""
@@ -436,6 +455,7 @@ class ServedRun:
         if resume["begun"]:
             step, slots, about = resume["begun"]
             self._announced[step] = tuple(tuple(slot) for slot in slots), about
+        self._let_in(self._replicas[replica])
 
     def _await_end_of(self, replica: int, life: Replica | None) -> None:
         """A former life of the replica must have ended before there is a new one (rule 8)."""

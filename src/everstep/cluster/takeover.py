@@ -112,6 +112,12 @@ def noted(events: Iterable[Event]) -> int:
     return max((e.step or 0 for e in events if e.event == "commit"), default=0)
 
 
+def faults_left(faults: Iterable[Fault], events: Iterable[Event]) -> list[Fault]:
+    """Of the fault schedule, what the dead coordinator did not do."""
+    done = {(e.step, e["kind"], e["phase"], e["replica"], e["rank"]) for e in events if e.event == "fault"}
+    return [f for f in faults if (f.step, f.kind, f.phase, f.replica, f.rank) not in done]
+
+
 class Adopting:
     """One takeover, step by step: ``reach`` the workers; once they can find the new coordinator, ``decide`` from what they say.
 
@@ -165,6 +171,5 @@ class Adopting:
         return noted(self._written)
 
     def faults_left(self) -> list[Fault]:
-        """Of the fault schedule, what the dead controller did not do."""
-        done = {(e.step, e["kind"], e["phase"], e["replica"], e["rank"]) for e in self._written if e.event == "fault"}
-        return [f for f in self._config.faults if (f.step, f.kind, f.phase, f.replica, f.rank) not in done]
+        """As :func:`faults_left`."""
+        return faults_left(self._config.faults, self._written)

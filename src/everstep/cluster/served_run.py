@@ -364,13 +364,14 @@ class ServedRun:
     def _go_on_if_due(self, past: Past, now: float) -> None:
         """After a restart of the lighthouse: once the living members of the last view are here, and have said what they hold."""
         assert past.last is not None
-        there = {w for life in self._replicas.values() if not life.gone for w in life.member.workers if self.server.connected(w)}
+        there = {w for life in self._replicas.values() if not life.gone for w in life.member.workers
+                 if self.server.connected(w) and w in self.server.told}
         waited_for = [member for member in past.last.view.members if self._may_come(member) and not there.issuperset(member.workers)]
         if waited_for and now - self._start.since <= self.config.recovery.silence_s:
             return
         self._opened = True
         self._turn.notify_all()
-        told = {worker: takeover.Told.parse(said) for worker, said in self.server.told.items() if worker in there}
+        told = {worker: takeover.Told.parse(said) for worker, said in list(self.server.told.items()) if worker in there}
         decided = takeover.decide(past, told, self.run_dir.path)
         begun = self._announced.get(decided.last.view.committed + 1)
         if begun is not None:

@@ -50,7 +50,7 @@ class Control:
     ``fence_s``: seconds of silence after which the coordinator is lost; None: never (it lives in this process). ``grace_s``: seconds
     in which another coordinator is waited for (``grace_key``: what sets them); ``find()``: the newest announcement of one;
     ``on_adopted(it)`` is called once it accepted this rank, before its first record, ``on_abandoned(cause)`` once none came, or this
-    rank was refused: it need not return. ``describe()``: what this rank says of its place and state when it connects.
+    rank was refused: it need not return. ``describe()``: what this rank says of its place and state then.
     """
 
     _orphaned: str | None = None  # why this rank has no coordinator at present, but may find another one
@@ -342,10 +342,7 @@ class Control:
 
     def _adopt(self, found: Announcement) -> None:
         """Raises OSError, wire.Closed, if it is not there (yet), Refused if it will not have this rank."""
-        records = self._records
-        commit = next((r.to_json() for r in reversed(records) if r.kind is Kind.COMMIT), None)
-        state = {"last": records[-1].to_json() if records else None, "commit": commit, **self.describe()}
-        sock = self._connect(found.coordinator, found.token, 5.0, state=state)
+        sock = self._connect(found.coordinator, found.token, 5.0, orphan=True)
         try:
             sock.settimeout(_ANSWER_S)
             answer = wire.receive(sock)
@@ -363,10 +360,14 @@ class Control:
             old.close()
         self._heard, self._incarnation, self._last_build = time.monotonic(), answer["incarnation"], 0
         self.on_adopted(dataclasses.replace(found, incarnation=answer["incarnation"]))
+        records = self._records
+        commit = next((r.to_json() for r in reversed(records) if r.kind is Kind.COMMIT), None)
+        state = {"last": records[-1].to_json() if records else None, "commit": commit, **self.describe()}
         with self._changed:
             self._orphaned = None
             self._changed.notify_all()
         with contextlib.suppress(EverstepError):
+            self._send({"type": "state", "state": state})  # now that it could obey: whoever hears this may call it at once
             self._send(self._progress)
 
     def _heartbeat_loop(self) -> None:

@@ -86,7 +86,7 @@ class Desk:
         self._noted = 0  # the last step whose commit event is written already
         self.progress: dict[str, Progress] = {}
         self.dead: dict[str, str] = {}
-        self.told: dict[str, dict[str, Any]] = {}  # by ranks that obeyed another coordinator before, when they connected
+        self.told: dict[str, dict[str, Any]] = {}  # by ranks that obeyed another coordinator before, once they obey this one
         self.failure: EverstepError | None = None
         self._closed = self._over = False
 
@@ -321,14 +321,11 @@ class Desk:
 
     # -- what ranks say ---------------------------------------------------------------------------------------------------
 
-    def connect(self, worker: str, session: Session, pid: int, host: str, told: dict[str, Any] | None = None) -> bool:
-        """A rank's connection; False if it is refused: the worker is expelled, or has one already. ``told``: what a rank says that
-        obeyed another coordinator before."""
+    def connect(self, worker: str, session: Session, pid: int, host: str) -> bool:
+        """A rank's connection; False if it is refused: the worker is expelled, or has one already."""
         with self._changed:
             if self._closed or worker in self.dead or worker in self._sessions:
                 return False
-            if told is not None:
-                self.told[worker] = told
             if self._latest:
                 session.put(self._latest)
             self._sessions[worker] = session
@@ -361,6 +358,10 @@ class Desk:
             case "bye":
                 with self._changed:
                     self._sessions.pop(worker, None)  # it leaves in order; what follows is no death
+                    self._changed.notify_all()
+            case "state":
+                with self._changed:
+                    self.told[worker] = message["state"]
                     self._changed.notify_all()
             case "leaving":
                 self._listener.on_leaving(worker, message["cause"], message["whole_node"])

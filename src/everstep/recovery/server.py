@@ -126,9 +126,9 @@ class CoordinatorServer(Desk):
         """Listen to a rank that introduced itself with ``hello`` until its connection ends."""
         worker = str(hello["worker"])
         session = _Session(worker, sock)
-        if "state" in hello:  # it obeyed another coordinator before, and waits to know whether it is welcome
+        if "orphan" in hello:  # it obeyed another coordinator before, and waits to know whether it is welcome
             session.put({"type": "welcome", "incarnation": self.coordinator.view.epoch.incarnation})
-        if not self.connect(worker, session, hello["pid"], hello["host"], hello.get("state")):
+        if not self.connect(worker, session, hello["pid"], hello["host"]):
             if worker in self.dead:
                 with contextlib.suppress(wire.Closed):
                     wire.send(sock, {"type": "over", "error": "ReplicaBroken", "message": f"worker {worker} was expelled: {self.dead[worker]}"})

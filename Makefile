@@ -34,11 +34,14 @@ DEMO_DEVICE ?= $(shell [ "$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')" -ge 3
 demo: $(STAMP)
 	$(PY) -m everstep train examples/grpo_sort.yaml run_dir=runs/demo device=$(DEMO_DEVICE) --clean
 
+# Files side by side: what tests wait for is other processes, deadlines and deaths.
+SIDE_BY_SIDE := -n 2 --dist loadfile
+
 test: lint types
-	$(PY) -m pytest -m "not full"
+	$(PY) -m pytest -m "not full" $(SIDE_BY_SIDE)
 
 test-full: lint types
-	$(PY) -m pytest
+	$(PY) -m pytest $(SIDE_BY_SIDE)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -246,7 +246,7 @@ def test_on_failure_stop_ends_the_run_and_it_can_be_resumed(
     calm: Callable[[str], Finished], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run" / "checkpoints"
-    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match=r"checkpoints.* failed: .*resume=auto"):
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match=r"checkpoint.* failed: .*resume=auto"):
         without_the_folder(patched, folder, 5, None)
         finish(config(SFT, tmp_path / "run", *SFT_RUN, "checkpoint.retry_s=0", "checkpoint.on_failure=stop"), host=ForkedHost)
     folder.unlink()

@@ -170,7 +170,8 @@ def save_second(where: str, env: dict[str, str]) -> None:
     save(place(where), 2, keep_last=1)
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("every", [5, 1])
 def test_sigkill_at_every_request_leaves_a_complete_checkpoint(s3: str, tmp_path: Path, every: int) -> None:
     """A real process saves step 2 into a bucket, and is killed when its n-th request arrives, for every n."""
     n, killed = 0, 0

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.support.runs import QUIET, ROOT, SFT, Finished, config, gone
+from tests.support.runs import QUIET, ROOT, SFT, Finished, config, gone, shared_memory
 from tests.test_exact import BASE, SHAPES, by_position, undisturbed
 from tests.test_faults import assert_invariants
 from tests.test_plan_cli import TOKEN, survivors
@@ -184,7 +184,9 @@ def test_in_the_middle_of_a_save_or_a_heal(moment, model, tmp_path):
     assert_invariants(done, steps=STEPS)
     assert by_position(done, len(done.kind("commit")[-1]["members"])) == undisturbed(model, "", f"sft.steps={STEPS}")
     if moment is in_the_middle_of_a_save:
-        assert [s.step for s in done.kind("save")] == [10] and not list(done.folder.glob("checkpoints/*.partial"))
+        saved = [s.step for s in done.kind("save")]
+        assert 5 < saved[0] < 10, "the one that was lost is made up for at once"
+        assert not list(done.folder.glob("checkpoints/*.partial"))
 
 
 def test_a_rank_that_dies_with_its_controller_is_replaced_by_a_spare(model, tmp_path):
@@ -314,7 +316,7 @@ def test_through_ray_a_killed_controller_is_followed_by_another_one_by_itself(tm
 
 @pytest.mark.full
 def test_through_ray_nothing_is_left_after_the_grace(tmp_path):
-    before = {*glob.glob("/dev/shm/*"), *glob.glob("/tmp/evs-*")}
+    before = {*shared_memory(tmp_path / "run"), *glob.glob("/tmp/evs-*")}
     with training(f"run_dir={tmp_path}/run", "sft.steps=5000", "layout.replicas=2", "layout.spares=1", "recovery.controller_grace_s=4") as (process, token):
         _until(lambda: _commits(tmp_path / "run") >= 3, process)
         pids = {e.pid for e in read_events(tmp_path / "run" / "events") if e.who != "lead"}
@@ -327,4 +329,4 @@ def test_through_ray_nothing_is_left_after_the_grace(tmp_path):
             assert time.monotonic() < end_at, left
             time.sleep(0.2)
         assert gone(pids, within_s=0) and rendezvous.find(tmp_path / "run") is None
-    assert {*glob.glob("/dev/shm/*"), *glob.glob("/tmp/evs-*")} <= before
+    assert {*shared_memory(tmp_path / "run"), *glob.glob("/tmp/evs-*")} <= before

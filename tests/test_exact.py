@@ -97,7 +97,7 @@ def path_of(model: Path, shape: str) -> str:
 def undisturbed(model: Path, shape: str, *more: str) -> dict[str, str]:
     """Hashes by position of the final weights of a run in which nobody dies, on as many replicas as it takes: one."""
     folder = model.parent / f"calm-{shape}-{abs(hash(more))}"
-    run = finish(config(SFT, folder, *BASE, *SHAPES[shape], *more, path_of(model, shape), "layout.replicas=1"), host=ForkedHost)
+    run = finish(config(SFT, folder, *BASE, *SHAPES[shape], *more, path_of(model, shape), "layout.replicas=1"), clean=True, host=ForkedHost)
     return by_position(run, 1)
 
 
@@ -314,9 +314,10 @@ def test_losses_under_faults_are_those_without_to_rounding(mode, model, tmp_path
 APART = 40  # steps between the faults of one run: a spare is formed and healed in between
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("kind", "shift"), [("kill", 0), pytest.param("stop", 1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("kind", "shift"), [("kill", 0), ("stop", 1)])
 def test_through_ray_in_one_run_with_a_fault_in_every_phase(kind, shift, model, tmp_path):
     rows = [Row(phase, (i + shift) % 3, kind, step=10 + APART * i) for i, phase in enumerate(PHASES)]
     steps = 10 + APART * len(rows)

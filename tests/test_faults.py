@@ -45,8 +45,9 @@ def test_the_demonstration_survives_a_kill_in_the_middle_of_a_step(tmp_path):
 
 @pytest.mark.parametrize(
     ("phase", "minimum", "split"),
-    [("reduce", 1, ["layout.tp=2", "engine.sequence_parallel=true"]), pytest.param("vote", 2, ["layout.cp=2"], marks=pytest.mark.full)],
+    [("reduce", 1, ["layout.tp=2", "engine.sequence_parallel=true"]), ("vote", 2, ["layout.cp=2"])],
 )
+@pytest.mark.full
 def test_a_rank_of_a_replica_of_two_dies_and_its_peer_keeps_its_memory(tmp_path, phase, minimum, split):
     """2 replicas x TP2 or CP2 and a spare: the whole replica leaves the view, its living rank re-forms around the spare.
 
@@ -66,6 +67,7 @@ def test_a_rank_of_a_replica_of_two_dies_and_its_peer_keeps_its_memory(tmp_path,
     assert gone(run.pids)
 
 
+@pytest.mark.full
 def test_deaths_of_a_replica_of_its_successor_while_healing_and_of_a_frozen_rank(tmp_path):
     """3 replicas, 3 spares: a kill; the spare killed while it heals; a SIGSTOP that only silence gives away."""
     run = finish(config(SFT, tmp_path / "run", "sft.steps=60", "checkpoint.at_end=false", "layout.replicas=3", "layout.spares=3",
@@ -88,6 +90,7 @@ def test_both_ranks_of_a_replica_die_at_once_and_two_spares_take_their_places(tm
     assert gone(run.pids)
 
 
+@pytest.mark.full
 def test_with_one_replica_left_and_no_spare_training_goes_on_and_with_none_it_ends_resumable(tmp_path):
     conf = config(SFT, tmp_path / "run", "sft.steps=30", "checkpoint.every_steps=5", "layout.spares=0",
                   "faults=[{step: 7, phase: compute, kind: kill, replica: 0}, {step: 13, phase: compute, kind: kill, replica: 1}]")

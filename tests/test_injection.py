@@ -34,6 +34,7 @@ def death_of(run: Finished, fault: Event) -> Event:
     return death
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("ray_cluster")
 def test_every_kind_of_fault_is_noticed_by_its_own_means(tmp_path):

@@ -76,6 +76,7 @@ def part(state: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
     return {name.removeprefix(kind): t for name, t in state.items() if name.startswith(kind)}
 
 
+@pytest.mark.full
 def test_a_round_is_what_the_paper_says(tmp_path):
     """One round of two replicas against each replica's inner steps made alone, in runs of one replica on that replica's samples."""
     same = [*SMALL, "checkpoint.at_end=true", "sft.steps=3", "data.shuffle=false"]
@@ -147,8 +148,9 @@ def test_any_replica_may_die_at_any_moment(phase, replica, how, tmp_path):
     assert_sound(trained(tmp_path, *how, "layout.replicas=3", fault(phase, replica)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [
-    pytest.param(["layout.tp=2", "engine.sequence_parallel=true"], id="tp2"), pytest.param(["layout.pp=2"], id="pp2", marks=pytest.mark.full),
+    pytest.param(["layout.tp=2", "engine.sequence_parallel=true"], id="tp2"), pytest.param(["layout.pp=2"], id="pp2"),
 ])
 def test_a_replica_that_lost_a_rank_comes_back_whole_from_one_island(shape, tmp_path):
     """The living rank of the broken replica brings nothing along: both ranks begin where one other island is. Streaming, so that local

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.support import probe
-from tests.support.runs import DEMO, QUIET, ROOT, SFT, Finished, config, finish, gone
+from tests.support.runs import DEMO, QUIET, ROOT, SFT, Finished, config, finish, gone, shared_memory
 from tests.test_plan_cli import TOKEN, Done, start, survivors
 from tests.test_plan_cli import finish as end
 
@@ -39,7 +39,7 @@ ONE = ["layout.replicas=1", "layout.spares=0", "faults=[]"]
 # GRPO with all that it can do, small: a warm-up, several updates, a reference model.
 GRPO = [*ONE, "warmup.steps=2", "warmup.samples_per_step=64", "rl.iterations=3", "rl.prompts_per_step=8", "rl.samples_per_prompt=8",
         "rl.updates_per_pass=2", "rl.kl_coef=0.05", "rl.eval_every=1", "train.micro_batch_size=16", "rollout.eval_samples=8"]
-COSTS = ("timing_s/", "perf/throughput", "dispatch/", "t_wall")  # metrics that no two runs share
+COSTS = ("timing_s/", "perf/throughput", "dispatch/", "ft/goodput", "t_wall")  # metrics that no two runs share
 
 
 def result(folder: Path) -> Finished:
@@ -82,6 +82,7 @@ def test_grpo_with_tensor_parallelism_gives_the_same_losses_under_both_launchers
     same(result(tmp_path / "local"), finish(config(DEMO, tmp_path / "ray", *layout, *offload)))
 
 
+@pytest.mark.full
 def test_sft_with_pipeline_stages_gives_the_same_losses_under_a_plain_torchrun(tmp_path: Path, ray_cluster: None) -> None:
     layout = [*ONE, "layout.pp=2", "sft.steps=6", "data.eval_source=everstep.data.arithmetic:texts"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
@@ -94,6 +95,7 @@ def test_sft_with_pipeline_stages_gives_the_same_losses_under_a_plain_torchrun(t
     same(result(tmp_path / "local"), finish(config(SFT, tmp_path / "ray", *layout)))
 
 
+@pytest.mark.full
 def test_the_environment_of_the_configuration_reaches_ranks_and_spares(tmp_path: Path, ray_cluster: None) -> None:
     for name in ("ray", "local"):
         (tmp_path / name).mkdir()
@@ -185,6 +187,7 @@ def test_a_resumed_grpo_run_ends_in_the_same_state(tmp_path: Path, ray_cluster: 
     assert account(resumed.events).exact
 
 
+@pytest.mark.full
 def test_a_reference_model_that_the_checkpoint_lacks_is_refused(tmp_path: Path, ray_cluster: None) -> None:
     finish(config(DEMO, tmp_path / "run", *GRPO, "rl.kl_coef=0", "rl.iterations=1"))
     with pytest.raises(BadInput, match=r"rl\.kl_coef=0\.05: the checkpoint has no reference model"):
@@ -199,11 +202,6 @@ def test_resume_must_with_nothing_to_resume_is_bad_input(tmp_path: Path) -> None
 
 
 # ---------------------------------------- interrupts
-
-
-def shared_memory() -> set[str]:
-    """What lies there; semaphores are multiprocessing's, which everstep does not use."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")} if os.path.isdir("/dev/shm") else set()
 
 
 @contextlib.contextmanager
@@ -229,9 +227,9 @@ def training(folder: Path, launcher: str) -> Iterator[tuple[subprocess.Popen[str
         process.communicate(timeout=10)
 
 
-@pytest.mark.parametrize(("launcher", "number"), [pytest.param("ray", signal.SIGINT, marks=pytest.mark.full), ("ray", signal.SIGTERM), ("local", signal.SIGINT)])
+@pytest.mark.parametrize(("launcher", "number"), [pytest.param("ray", signal.SIGINT, marks=pytest.mark.full), pytest.param("ray", signal.SIGTERM, marks=pytest.mark.full), ("local", signal.SIGINT)])
 def test_an_interrupt_ends_everything_in_order(tmp_path: Path, launcher: str, number: signal.Signals) -> None:
-    before = shared_memory()
+    before = shared_memory(tmp_path / "run")
     with training(tmp_path, launcher) as (process, token):
         workers = result(tmp_path / "run").pids
         process.send_signal(number)
@@ -240,13 +238,13 @@ def test_an_interrupt_ends_everything_in_order(tmp_path: Path, launcher: str, nu
         sentence = rf"everstep: interrupted by {number.name}; the processes were stopped; continue after step \d+ with resume=auto\n"
         assert re.fullmatch(sentence, said), said
         assert survivors(token, process.pid) == [] and gone(workers, within_s=0)
-    assert shared_memory() <= before
+    assert shared_memory(tmp_path / "run") <= before
     assert result(tmp_path / "run").kind("run_end")[-1]["status"] == "interrupted"
 
 
 def test_nothing_outlives_a_killed_controller(tmp_path: Path) -> None:
     """For torchrun's ranks tests/test_torchrun.py shows the same."""
-    before = shared_memory()
+    before = shared_memory(tmp_path / "run")
     with training(tmp_path, "ray") as (process, token):
         workers = result(tmp_path / "run").pids
         assert len(workers) == 2
@@ -258,7 +256,7 @@ def test_nothing_outlives_a_killed_controller(tmp_path: Path) -> None:
             assert time.monotonic() < deadline, left
             time.sleep(0.2)
         assert gone(workers, within_s=0)
-    assert shared_memory() <= before
+    assert shared_memory(tmp_path / "run") <= before
 
 
 # ---------------------------------------- failing user code
@@ -273,6 +271,7 @@ def records():
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("launcher", ["ray", "local"])
 def test_a_reward_function_that_raises_is_named_with_its_sample(tmp_path: Path, launcher: str) -> None:
     (tmp_path / "mine.py").write_text(REWARD)

@@ -79,6 +79,7 @@ def test_a_resumed_run_ends_in_the_same_state_and_only_on_the_same_base(tmp_path
             run(config(LORA, tmp_path / "run", *ONE, *SHORT, "layout.tp=2", "resume=3", *changes))
 
 
+@pytest.mark.full
 def test_a_spare_heals_the_adapters_and_takes_the_rest_from_the_model(tmp_path: Path, ray_cluster: None) -> None:
     faults = "faults=[{step: 3, phase: reduce, kind: kill, replica: 1, rank: 1}]"
     cut = [*SHORT, "layout.tp=2", "engine.sequence_parallel=true", "train.micro_batch_size=10", "sft.steps=10"]

@@ -18,7 +18,7 @@ from tests.test_faults import assert_invariants
 from everstep.checkpoint import memory
 from everstep.cluster.forked import ForkedHost
 from everstep.config.check import check_plan
-from everstep.errors import BadInput, InvariantViolated, NotEnoughReplicas
+from everstep.errors import BadInput, ConfigError, InvariantViolated, NotEnoughReplicas
 from everstep.telemetry.events import EventLog, read_events
 
 pytestmark = [pytest.mark.timeout(200)]
@@ -50,8 +50,8 @@ def kept(folder: Path, *versions: int) -> memory.Keeper:
     return keeper
 
 
-def test_the_last_two_copies_are_there_for_whoever_comes(folder):
-    log = EventLog(folder.parent / f"{folder.name}-w0.jsonl", "w0")
+def test_the_last_two_copies_are_there_for_whoever_comes(folder, tmp_path):
+    log = EventLog(tmp_path / "w0.jsonl", "w0")
     keeper = memory.Keeper(folder, 0, 0, log)
     for version in (0, 4, 8):
         keeper.copy(version, state(float(version)), {"step": version})
@@ -60,8 +60,7 @@ def test_the_last_two_copies_are_there_for_whoever_comes(folder):
     for version in (4, 8):
         tensors, scalars = restored(folder, version)
         assert all(torch.equal(tensors[n], t) for n, t in state(float(version)).items()) and scalars == {"step": version}
-    told = read_events(log.path)
-    log.path.unlink()
+    told = read_events(tmp_path)
     assert [e.step for e in told] == [0, 4, 8] and all(e["copy_bytes"] > 1_332_000 and e["seconds"] > 0 for e in told)
     kept(folder, 12)  # another process in the same place: the newest copy stays
     assert memory.offers(folder, 0) == [8, 12]
@@ -129,7 +128,7 @@ def fault(phase: str, rank: int, step: int = STEP + 1, replica: int = 0) -> str:
 @pytest.mark.parametrize(
     ("shape", "faults", "back"),
     [
-        ("tp2", [fault("compute", 1)], [3]),
+        pytest.param("tp2", [fault("compute", 1)], [3], marks=pytest.mark.full),
         pytest.param("pp2", [fault("apply", 0, step=6), fault("reduce", 1, step=12)], [3, 9], marks=pytest.mark.full),
         pytest.param("dp2", [fault("vote", 0), fault("compute", 0), fault("compute", 1)], [3], marks=pytest.mark.full),
         pytest.param("tp2", [fault("compute", 0, step=2)], [0], marks=pytest.mark.full),
@@ -155,6 +154,7 @@ def test_two_replicas_lost_at_once_come_back_from_copies(model, tmp_path):
     assert by_position(run, 2) == undisturbed(model, "", "sft.steps=40")
 
 
+@pytest.mark.full
 def test_without_copies_all_load_the_last_checkpoint_in_place(model, tmp_path):
     run = finish(config(SFT, tmp_path / "run", *BASE, *SHAPES["tp2"], f"model.path={model}", "layout.replicas=1", "layout.spares=1",
                         "checkpoint.every_steps=4", f"faults=[{fault('compute', 1, step=7)}]"), host=ForkedHost)
@@ -171,3 +171,9 @@ def test_with_nothing_to_go_back_to_it_says_so(model, tmp_path):
     with pytest.raises(NotEnoughReplicas, match="no copy in memory was left of every rank, and there is no checkpoint"):
         finish(config(SFT, tmp_path / "run", *BASE, f"model.path={model}", "layout.replicas=1", "layout.spares=1", "checkpoint.every_steps=20",
                       f"faults=[{fault('compute', 0)}]"), host=ForkedHost)
+
+
+def test_copies_that_nobody_would_go_back_to_are_refused(tmp_path):
+    local = ["launcher=local", "layout.replicas=1", "layout.spares=0", "faults=[]", "recovery.memory_checkpoint_every=3"]
+    with pytest.raises(ConfigError, match="memory_checkpoint_every=3: with launcher=local nobody goes back"):
+        check_plan(config(SFT, tmp_path, *local), {})

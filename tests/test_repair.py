@@ -116,7 +116,7 @@ CASES = [
     Case("a-heal-that-is-waited-for", (kill(4, "reduce", 1),), more=("recovery.heal_backlog_steps=0",), **SLOW),
     Case("a-heal-in-a-held-step", (kill(4, "reduce", 1),), more=ALL_NEEDED, **TWO, **SLOW),
 ]
-TELLING = {"no-spare", "no-spare-rank0-of-tp2", "the-spare-while-it-forms-a-tp2", "the-source-in-mid-transfer"}
+TELLING = {"no-spare", "the-source-in-mid-transfer"}
 
 
 def prove(case: Case, model: Path, folder: Path, through_ray: bool = False) -> Finished:
@@ -199,6 +199,7 @@ def leaves(model: Path, folder: Path, strike: Strike, *more: str, spares: int = 
 IN_STEP_5 = {"event": "compute", "when": lambda row: row["step"] == 5 and row["replica"] == 1}
 
 
+@pytest.mark.full
 def test_a_rank_that_is_drained_is_replaced_between_two_steps_with_nothing_redone(model, tmp_path):
     said = []
     order = lambda folder: said.append(cli.run(["drain", str(folder), "1/0"]))
@@ -339,6 +340,7 @@ def no_room_for(seconds: float) -> type[ForkedHost]:
     return Full
 
 
+@pytest.mark.full
 def test_below_the_minimum_a_run_that_waits_goes_on_when_there_is_room_again(model, tmp_path):
     waits = ["recovery.min_replicas=2", "recovery.below_minimum=wait", RESTART, "recovery.restart_backoff_s=0.2"]
     run = finish(config(SFT, tmp_path / "run", *BASE, "sft.steps=24", "layout.replicas=2", "layout.spares=0", f"model.path={model}", *waits,

@@ -69,7 +69,7 @@ class Row:
 
 @functools.cache
 def undisturbed(folder: Path, *more: str) -> dict[str, str]:
-    run = finish(config(PPO, folder / f"calm-{abs(hash(more))}", *SMALL, *more, "layout.replicas=1", "layout.spares=0", "faults=[]"), host=ForkedHost)
+    run = finish(config(PPO, folder / f"calm-{abs(hash(more))}", *SMALL, *more, "layout.replicas=1", "layout.spares=0", "faults=[]"), clean=True, host=ForkedHost)
     assert_invariants(run, steps=STEPS)
     return by_position(run, 1)
 

@@ -103,6 +103,7 @@ def same(a: dict[str, Any], b: dict[str, Any], where: object) -> None:
     assert a["norm2"] == pytest.approx(b["norm2"], rel=1e-4), where
 
 
+@pytest.mark.full
 def test_every_way_to_cut_a_step_gives_the_same_step() -> None:
     (one,) = run_ranks(every_cut, 1, [Layout()], join=False, deadline_s=200)
     two = run_ranks(every_cut, 2, [Layout(tp=2), Layout(cp=2), Layout(dp=2)], join=False, deadline_s=200)

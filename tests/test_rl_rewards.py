@@ -227,7 +227,7 @@ def test_on_error_stop_names_the_sample(module: str, tmp_path: Path) -> None:
 def test_no_process_is_left(module: str, tmp_path: Path) -> None:
     """Not after close, also if it comes while a function runs."""
     score = scorer(tmp_path, f"reward.function={module}:slow", "reward.workers=2")
-    pids = {int(pid) for pid in score(batch(["0.2", "0.2", "0.2"])).values}
+    pids = {int(pid) for pid in score(batch(["0.3"] * 8)).values}
     assert len(pids) == 2 and all(Path(f"/proc/{pid}").exists() for pid in pids)
     failure: list[BaseException] = []
 

@@ -87,6 +87,7 @@ def test_a_redundant_output_layer_of_a_tied_model_is_left_out(tmp_path: Path) ->
     assert "lm_head.weight" not in weights(resolve(ModelConfig(path=str(tmp_path))))
 
 
+@pytest.mark.full
 def test_a_package_with_gguf_gives_weights_sizes_and_a_chat_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gguf")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -268,6 +268,7 @@ def slow_worker_one() -> None:
     worker_module.StepWork.compute = slowly  # type: ignore[method-assign]
 
 
+@pytest.mark.full
 def test_a_slow_rank_is_reported_with_its_phase_and_replaced(tmp_path: Path) -> None:
     run = finish(config(
         SFT, tmp_path / "run", "layout.replicas=3", "layout.spares=1", "sft.steps=40", "sft.samples_per_step=6", "train.micro_batch_size=1", "recovery.heartbeat_s=0.2",

@@ -20,6 +20,13 @@ _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 
 class _Commands(typer.core.TyperGroup):
+    def get_help_option(self, ctx: Any) -> Any:
+        """Who reads the list of commands has found --help: without it the list fits one screen of 24 lines."""
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.hidden = True
+        return option
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -215,7 +222,7 @@ def data(
     ],
     debug: Debug = False,
 ) -> None:
-    """Original releases into OUT/train.parquet and OUT/test.parquet."""
+    """Make OUT/train.parquet and test.parquet of a release."""
     from everstep.data.releases import convert
 
     if len(places) > 2:

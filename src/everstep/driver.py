@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from everstep import attempt
 from everstep.checkpoint.choose import Chosen, choose
+from everstep.checkpoint.manifest import pointed_at, step_of
 from everstep.cluster import environment, torchrun
 from everstep.cluster.group import Group
 from everstep.cluster.host import Host
@@ -166,8 +167,9 @@ def _run(
             open_metrics = lambda step: track(step - 1)
         if chosen.path:
             group.load(chosen.path)
+        saved_step = _newest_checkpoint(config) if attach else chosen.step
         while True:
-            the_run = Run(config, group, data, console, metrics, own_events, ongoing, open_metrics=open_metrics)
+            the_run = Run(config, group, data, console, metrics, own_events, saved_step, ongoing, open_metrics=open_metrics)
             try:
                 RECIPES[config.recipe](the_run)
                 the_run.finish_saves()
@@ -175,6 +177,7 @@ def _run(
                 break
             except RolledBack as back:  # the recipe goes on from the state that it had at that step, as a resumed run would
                 the_run.note(str(back))
+                saved_step = the_run.saved_step
         status = "done"
         if console and group.is_lead:
             console.stop()
@@ -315,6 +318,12 @@ def _tracker_failed(console: Console | None, events: EventLog | None) -> Callabl
             console.note(f"{tracker} failed, metrics go on without it: {reason}")
 
     return failed
+
+
+def _newest_checkpoint(config: Config) -> int:
+    """The step of the checkpoint that `latest` names; 0 if there is none."""
+    named = pointed_at(checkpoints_of(config))
+    return (step_of(named) or 0) if named else 0
 
 
 def _introduce(

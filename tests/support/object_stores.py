@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 
 BUCKET = "bucket"
+# Read when gcsfs is imported: without the storage control API, which is gRPC and not emulated.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 #: What the client libraries read; worker processes inherit it.
 S3_ENV = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1"}
 
@@ -64,8 +66,7 @@ def gcs() -> Iterator[str]:
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     address = f"http://127.0.0.1:{server.server_address[1]}"
     try:
-        # Anonymous; and without the storage control API, which is gRPC and not emulated.
-        with environment(STORAGE_EMULATOR_HOST=address, GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT="false", FSSPEC_GS_TOKEN="anon"):
+        with environment(STORAGE_EMULATOR_HOST=address, FSSPEC_GS_TOKEN="anon"):
             import fsspec.config
 
             fsspec.config.set_conf_env(fsspec.config.conf)

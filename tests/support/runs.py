@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from everstep.checkpoint.memory import folder_of
 from everstep.cluster.host import Host
 from everstep.cluster.processes import still_running
 from everstep.config.load import load_config
@@ -74,3 +75,11 @@ def command(arguments: Sequence[str], **env: str) -> subprocess.Popen[str]:
 def gone(pids: set[int], within_s: float = 15.0) -> bool:
     """Whether all these processes end (zombies count as ended) before the deadline."""
     return not still_running(pids, within_s)
+
+
+def shared_memory(run_dir: Path) -> set[str]:
+    """What lies in shared memory, memory copies of other runs left out (tests run side by side); semaphores are multiprocessing's,
+    which everstep does not use."""
+    ours = folder_of(run_dir, 1).name
+    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    return {name for name in names if name == ours or not name.startswith(("sem.", "everstep-"))}

@@ -222,7 +222,10 @@ class Saver:
         except CheckpointError as error:
             attempt.failure = error
         except Exception as error:  # the end of a thread: the recipe's thread raises it or tells it
-            attempt.failure = CheckpointError(f"completing the checkpoint of step {attempt.run.step} failed: {type(error).__name__}: {error}")
+            attempt.failure = CheckpointError(
+                f"completing the checkpoint of step {attempt.run.step} failed: {type(error).__name__}: {error}. Earlier checkpoints are "
+                "untouched: resume=auto continues there"
+            )
         if attempt.failure is not None:
             with contextlib.suppress(RuntimeError):
                 self._open_store().set(Ticket(attempt.id, 0, "", 0, 1, 0.0).void, str(attempt.failure))

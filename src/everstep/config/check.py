@@ -172,8 +172,8 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
             )
         if config.recovery.memory_checkpoint_every:
             raise ConfigError(
-                f"{how}: nobody goes back to copies in memory there; set recovery.memory_checkpoint_every=0 "
-                f"(now {config.recovery.memory_checkpoint_every}), or use launcher=ray"
+                f"recovery.memory_checkpoint_every={config.recovery.memory_checkpoint_every}: with {how} nobody goes back to copies in memory, "
+                "for a rank's death ends its whole replica; use launcher=ray, or leave it out"
             )
         if config.rollout.engines:
             raise ConfigError(f"{how} has no place for rollout.engines={config.rollout.engines}; use launcher=ray, or rollout.engines=0")

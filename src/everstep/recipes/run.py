@@ -27,7 +27,10 @@ from everstep.telemetry.trackers import SampleRow
 @dataclass
 class Run:
     """One run of a recipe. Only processes that may be the lead have a console and metrics (``open_metrics``: at the first line, from
-    its step on), and only the one that is uses them."""
+    its step on), and only the one that is uses them.
+
+    ``saved_step``: of the newest checkpoint, from which ``checkpoint.every_steps`` counts.
+    """
 
     config: Config
     group: Group
@@ -35,16 +38,16 @@ class Run:
     console: Console | None
     metrics: Metrics | None
     events: EventLog | None
+    saved_step: int
     ongoing: Ongoing = field(default_factory=Ongoing)
     summary: dict[str, float] = field(default_factory=dict)  # numbers for the closing table, by name
     open_metrics: Callable[[int], Metrics] | None = None
 
     def __post_init__(self) -> None:
         self.best: float | None = self.state.get("best")
-        self._saved_step = self._verified_step = self.group.committed_step  # of the checkpoint that the run resumed from
-        self._ended_step = self.group.committed_step
+        self._verified_step = self._ended_step = self.group.committed_step
         if marked := self.group.bookmarked:
-            self._saved_step, self._ended_step, self._verified_step = marked["saved"], marked["ended"], marked["verified"]
+            self.saved_step, self._ended_step, self._verified_step = marked["saved"], marked["ended"], marked["verified"]
             self.summary = dict(marked["summary"])
         self._dispatched = (0, 0.0)
         self._spikes = Spikes(self.config.watch.spike_ratio, self.config.watch.spike_steps)
@@ -127,17 +130,17 @@ class Run:
         if last and checkpoint.at_end:
             if step != self._ended_step:
                 self.group.save(state())
-                self._saved_step = self._ended_step = step
-        elif checkpoint.every_steps and self.group.save_wanted(due=step - self._saved_step >= checkpoint.every_steps):
+                self.saved_step = self._ended_step = step
+        elif checkpoint.every_steps and self.group.save_wanted(due=step - self.saved_step >= checkpoint.every_steps):
             self._save(state, wait=not checkpoint.asynchronous)
         self._tell_saves()
-        self.group.mark({"recipe": state(), "saved": self._saved_step, "ended": self._ended_step, "verified": self._verified_step,
+        self.group.mark({"recipe": state(), "saved": self.saved_step, "ended": self._ended_step, "verified": self._verified_step,
                          "summary": self.summary})
 
     def save_now(self) -> Path | None:
         """A checkpoint of the committed step, if the recipe can go on from it and it is not saved; its path, or None."""
         step, state = self._resumable
-        if step != self.group.committed_step or step == self._saved_step:
+        if step != self.group.committed_step or step == self.saved_step:
             return None
         return self._save(lambda: state, wait=True)
 
@@ -149,7 +152,7 @@ class Run:
             if self.config.checkpoint.on_failure == "stop":
                 raise
             return None
-        self._saved_step = self.group.committed_step
+        self.saved_step = self.group.committed_step
         return path
 
     def finish_saves(self) -> None:

@@ -84,8 +84,7 @@ class RewardPool:
     def _score(self, tasks: Sequence[Task]) -> list[Answer]:
         todo = _Round(tasks)
         while not todo.done:
-            if self._closed:
-                raise WorkerFailed("the pool of reward functions was closed while it was scoring")
+            self._must_be_open()
             while len(self._processes) < min(self._reward.workers, len(todo.waiting) + sum(bool(p.given) for p in self._processes)):
                 self._processes.append(self._start())
             for process in self._processes:
@@ -99,7 +98,12 @@ class RewardPool:
                     self._lost(process, todo, "its process died")
             for process in [p for p in self._processes if p.next_deadline <= time.monotonic()]:
                 self._lost(process, todo, f"no answer within reward.timeout_s={self._reward.timeout_s:g} s, killed")
+        self._must_be_open()  # whose functions did not fail: they were ended
         return [todo.answers[i] for i in range(len(tasks))]
+
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise WorkerFailed("the pool of reward functions was closed while it was scoring")
 
     def _start(self) -> _Process:
         mine, theirs = socket.socketpair()

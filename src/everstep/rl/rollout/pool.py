@@ -51,14 +51,12 @@ class RolloutPool:
         self._streams: dict[str, str] = {}      # of the transfer that is under way, or was the last one
         self._rounds = itertools.count()
         self._calls: dict[Any, tuple[str, float]] = {}
-        self._cancelled: dict[str, list[str]] = {}
         self._builds = itertools.count(1)
         self._restarts = config.engine_restarts
         self._starting = 0
         self._changed = threading.Condition()
         self._closed = False
         self.failure: EverstepError | None = None
-        self.seconds_of_sync = 0.0
         self.first_engines = [f"e{i}" for i in range(config.engines)]
 
     # -- engines -------------------------------------------------------------------------------------------------------------
@@ -119,13 +117,6 @@ class RolloutPool:
                 self._starting -= again
                 self._changed.notify_all()
 
-    def status(self) -> dict[str, dict[str, Any]]:
-        with self._changed:
-            return {
-                name: {"state": str(engine.state), "version": engine.version, "sequences": len(engine.has)}
-                for name, engine in self._requests.engines.items()
-            }
-
     def close(self) -> None:
         """Nothing is handed out any more; the processes are the host's."""
         with self._changed:
@@ -150,7 +141,7 @@ class RolloutPool:
     def wait(self, samples: Sequence[str], timeout_s: float) -> bool:
         """Whether all are complete or dropped. Raises what ended the pool, and NotEnoughReplicas if no engine is left."""
         with self._changed:
-            done = self._changed.wait_for(lambda: self.failure is not None or not self._requests.missing(samples), timeout_s)
+            self._changed.wait_for(lambda: self.failure is not None or not self._requests.missing(samples), timeout_s)
             if self.failure:
                 raise self.failure
             if not self._requests.missing(samples):
@@ -160,7 +151,7 @@ class RolloutPool:
                     f"no rollout engine is left, after {self._config.engine_restarts} restarts (rollout.engine_restarts); see their logs, "
                     "then resume with resume=auto"
                 )
-            return done
+            return False
 
     def collect(self, samples: Sequence[str]) -> tuple[dict[str, Response], dict[str, str]]:
         """The complete ones, and sample -> reason of those that were dropped; both are forgotten."""
@@ -186,16 +177,11 @@ class RolloutPool:
 
         ``send(streams, kind)``: let a replica of the trainer serve the streams (engine -> its name); False if it broke on the way.
         """
-        start = time.monotonic()
         if self._lora and (lacking := [name for name in self.stale if name not in self._based]):
             self._round(lacking, version, "base", send)
-        if self._lora:
-            ready = [name for name in self.stale if name in self._based]
-            if ready:
-                self._round(ready, version, "adapter", send)
-        elif engines := self.stale:
-            self._round(engines, version, "full", send)
-        self.seconds_of_sync += time.monotonic() - start
+        engines = [name for name in self.stale if not self._lora or name in self._based]
+        if engines:
+            self._round(engines, version, "adapter" if self._lora else "full", send)
 
     def _round(self, engines: list[str], version: int, kind: Kind, send: Callable[[Mapping[str, str], Kind], bool]) -> None:
         number = next(self._rounds)
@@ -265,11 +251,10 @@ class RolloutPool:
                 if name in busy or engine.state is not EngineState.READY:
                     continue
                 new = self._requests.take(name)
-                cancelled = self._cancelled.pop(name, [])
-                if engine.has or cancelled:
-                    orders.append((name, new, engine.sampling, cancelled))
-        for name, new, sampling, cancelled in orders:
-            call = self._host.submit(name, None, "advance", new, sampling, self._config.tokens_per_call, cancelled)
+                if engine.has:
+                    orders.append((name, new, engine.sampling))
+        for name, new, sampling in orders:
+            call = self._host.submit(name, None, "advance", new, sampling, self._config.tokens_per_call)
             self._calls[call] = name, time.monotonic()
 
     def _take_back(self, call: Any) -> None:

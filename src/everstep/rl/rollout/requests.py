@@ -43,15 +43,13 @@ _NEXT = {
 
 @dataclass
 class Engine:
-    """``version``: the committed step of its weights, while it has a complete set. ``sampling``: of the sequences that it has.
-    ``leaving``: it gets nothing new."""
+    """``version``: the committed step of its weights, while it has a complete set. ``sampling``: of the sequences that it has."""
 
     name: str
     state: EngineState = EngineState.STARTING
     version: int | None = None
     has: dict[str, Pending] = field(default_factory=dict)
     sampling: Sampling = field(default_factory=Sampling)
-    leaving: bool = False
 
     def becomes(self, state: EngineState) -> None:
         if state not in _NEXT[self.state]:
@@ -96,7 +94,7 @@ class Requests:
     def take(self, name: str) -> list[Pending]:
         """What this engine gets now: whole groups while it has places. Nothing unless it is ready."""
         engine = self.engines[name]
-        if engine.state is not EngineState.READY or engine.leaving:
+        if engine.state is not EngineState.READY:
             return []
         assert engine.version is not None
         taken: list[Pending] = []
@@ -156,10 +154,6 @@ class Requests:
         """Those of ``samples`` that are neither complete nor dropped."""
         return {sample for sample in samples if sample in self._open}
 
-    @property
-    def tokens_on_the_way(self) -> int:
-        return sum(len(w.sequence.made.tokens) for w in self._open.values())
-
     # -- engines -------------------------------------------------------------------------------------------------------------
 
     def starting(self, name: str) -> None:
@@ -194,10 +188,6 @@ class Requests:
         if version is not None and version != self.wanted_version:
             engine.becomes(EngineState.STALE)
 
-    def leave(self, name: str) -> None:
-        """The engine gets nothing new; it is empty once it has finished what it has."""
-        self.engines[name].leaving = True
-
     def gone(self, name: str, at_fault: bool) -> list[str]:
         """The engine's process ended. Returns the samples that are requeued, or dropped now.
 
@@ -224,7 +214,7 @@ class Requests:
 
     @property
     def usable(self) -> list[str]:
-        return [name for name, engine in self.engines.items() if engine.state is not EngineState.GONE and not engine.leaving]
+        return [name for name, engine in self.engines.items() if engine.state is not EngineState.GONE]
 
     # -- parts ---------------------------------------------------------------------------------------------------------------
 

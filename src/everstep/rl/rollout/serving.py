@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -59,10 +59,8 @@ class EngineWorker:
         except Exception as error:
             raise WorkerFailed(f"rollout engine {self.worker_id} failed in {method}: {type(error).__name__}: {error}") from error
 
-    def advance(self, new: Sequence[Pending], sampling: Sampling, tokens: int, cancelled: Collection[str] = ()) -> Pieces:
-        """Take ``new`` sequences, forget ``cancelled`` ones, and make up to ``tokens`` tokens for each that is left."""
-        if cancelled:
-            self._decoder.cancel(cancelled)
+    def advance(self, new: Sequence[Pending], sampling: Sampling, tokens: int) -> Pieces:
+        """Take ``new`` sequences, and make up to ``tokens`` tokens for each that the engine has."""
         self._decoder.add(new, sampling)
         with self._in_phase("generate", self._rollout.version or 0):
             pieces = self._decoder.advance(tokens)
@@ -88,10 +86,6 @@ class EngineWorker:
         self.events.emit("rollout_sync", step=version, engine=self.worker_id, kind=kind, nbytes=counter.nbytes,
                          seconds=time.monotonic() - start)
         return counter.nbytes
-
-    def weights_digest(self) -> str:
-        """xxh3-128 over names and bytes of all weights, 32 hexadecimal digits."""
-        return self._rollout.digest()
 
     @contextlib.contextmanager
     def _in_phase(self, phase: str, version: int) -> Iterator[None]:

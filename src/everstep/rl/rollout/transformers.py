@@ -7,13 +7,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.engine.fused import single_experts
-from everstep.engine.offload import host_bytes
 from everstep.errors import WorkerFailed
 from everstep.rl.rollout import Sampling, assemble, prompt_tokens
 from everstep.rl.rollout.decoding import Decoder, Pending
@@ -120,14 +118,6 @@ class TransformersRollout:
         while len(decoder):
             decoder.advance(sampling.max_response_tokens)
         return assemble(batch, {s.sample_id: s.made for s in sequences})
-
-    def digest(self) -> str:
-        """xxh3-128 over names and bytes of all weights, 32 hexadecimal digits."""
-        digest = xxhash.xxh3_128()
-        for name, parameter in self.model.named_parameters():
-            digest.update(name.encode())
-            digest.update(host_bytes(parameter.detach().contiguous().cpu()))
-        return digest.hexdigest()
 
     def _text(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))

@@ -290,8 +290,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         replicas.finished()
 
 
-
-
 @pytest.mark.full
 def test_islands_are_saved_whole_and_resumed(tmp_path: Path) -> None:
     """Semi-synchronous training: a checkpoint holds the local state of every replica, wherever it was started."""

@@ -88,6 +88,7 @@ def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
                 process.kill()
 
 
+@pytest.mark.full
 def test_a_rank_is_killed(up, calm, tmp_path) -> None:  # noqa: F811
     run = up("faults=[{step: 3, phase: reduce, kind: kill, replica: 1}]", "sft.steps=40")
     finished = run.finished()
@@ -218,5 +219,3 @@ def test_torchft_as_it_is_installed_works() -> None:
          "torchft.manager_integ_test", "-k", chosen], text=True, capture_output=True, timeout=280, cwd="/",
     )
     assert done.returncode == 0, done.stdout[-4000:]
-
-

@@ -1,7 +1,8 @@
 """Several replicas under a lighthouse: each is processes of its own, found through it; real kills of ranks, replicas and the lighthouse.
 
-Most rows have ranks forked from a process that has done the imports, in the place of torchrun (tests/support/replicas.py); the last ones
-go through torchrun itself. In exact mode: whatever dies, the final weights are those of the undisturbed run to the last bit.
+What only launcher local has; deaths in every phase are in test_exact.py, for all launchers, and test_up.py goes through torchrun. Here ranks
+are forked from a process that has done the imports (tests/support/replicas.py). In exact mode: whatever dies, the final weights are those
+of the undisturbed run to the last bit.
 """
 
 from __future__ import annotations
@@ -90,30 +91,6 @@ def test_a_killed_rank_comes_back_as_a_new_life_of_its_replica(tmp_path: Path, c
     assert {e["replica"] for e in run.kind("join")} == {0}
     logged = {row["step"] for row in read_metrics(run.folder / "metrics.jsonl")}
     assert set(range(1, 41)) - logged <= {3}, "only the step in which the lead died may have nobody who wrote its metrics"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("phase", ["compute", "exchange", "vote", "apply", "commit"])
-@pytest.mark.parametrize("replica", [0, 2])
-def test_kills_in_every_phase(tmp_path: Path, calm, phase: str, replica: int) -> None:
-    fault = f"faults=[{{step: 4, phase: {phase}, kind: kill, replica: {replica}}}]"
-    with Replicas(local(tmp_path, 3, fault, "sft.steps=40"), tmp_path) as replicas:
-        replicas.start(0, 1, 2)
-        run = replicas.finished()
-    check(run, calm(SFT, "sft.steps=40"), 3)
-    assert len(run.kind("fault")) == 1
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["stop", "hang", "gil", "exit", "segv"])
-def test_other_faults(tmp_path: Path, calm, kind: str) -> None:
-    """A process that does not end by itself is ended, and its replica started anew."""
-    fault = f"faults=[{{step: 3, phase: compute, kind: {kind}, replica: 1}}]"
-    more = ["recovery.silence_s=2", "recovery.progress_timeout_s=2", "sft.steps=60"]
-    with Replicas(local(tmp_path, 2, fault, *more), tmp_path) as replicas:
-        replicas.start(0, 1)
-        run = replicas.finished()
-    check(run, calm(SFT, "sft.steps=60"), 2)
 
 
 def test_the_lighthouse_is_killed_and_comes_back(tmp_path: Path, calm) -> None:
@@ -212,17 +189,6 @@ def test_min_replicas_holds_the_run(tmp_path: Path, calm) -> None:
         run = replicas.finished()
     check(run, calm(SFT, "sft.steps=20"), 2)
     assert all(e["members"] == [0, 1] for e in run.kind("commit")), "nothing committed with fewer than two"
-
-
-@pytest.mark.full
-def test_a_rank_dies_with_inner_sharding(tmp_path: Path, calm) -> None:
-    """HSDP's shape: optimizer state cut over the inner data-parallel ranks, replicated over replicas."""
-    shape = ["layout.dp=2", "train.micro_batch_size=2"]
-    fault = "faults=[{step: 3, phase: compute, kind: kill, replica: 1, rank: 1}]"
-    with Replicas(local(tmp_path, 2, fault, *shape, "sft.steps=40"), tmp_path) as replicas:
-        replicas.start(0, 1)
-        run = replicas.finished()
-    check(run, calm(SFT, *shape, "sft.steps=40"), 2)
 
 
 @pytest.mark.full

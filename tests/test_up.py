@@ -1,6 +1,7 @@
 """Several replicas through torchrun itself: `everstep up` with its lighthouse, agents and ranks, as a user starts it. Real kills of each.
 
-In exact mode: whatever dies, the final weights are those of the undisturbed run to the last bit.
+In exact mode: whatever dies, the final weights are those of the undisturbed run to the last bit. Ranks that die in this and that phase
+are in test_exact.py.
 """
 
 from __future__ import annotations
@@ -9,83 +10,30 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.support.launchers import WITHOUT_RAY, Up
 from tests.support.replicas import free_ports
 from tests.support.runs import QUIET, ROOT, SFT, Finished, command
-from tests.test_lighthouse import BASE, by_position, calm, check, replicas_at_end  # noqa: F401
+from tests.test_lighthouse import BASE, calm, check  # noqa: F401
 
 from everstep.cluster.processes import still_running
+from everstep.telemetry import history
 from everstep.telemetry.events import read_events
 
 pytestmark = pytest.mark.timeout(300)
-ARGUMENTS = [*QUIET, *BASE, "layout.replicas=2", "local.restart_delay_s=0.1", "telemetry.progress=plain"]
-
-
-class Up:
-    """``everstep up`` and the processes below it."""
-
-    def __init__(self, folder: Path, *overrides: str):
-        self.folder = folder / "run"
-        self.process = command(["up", SFT, *ARGUMENTS, f"run_dir={self.folder}", *overrides])
-        self.out, self.err = "", ""
-
-    def below(self, what: str) -> list[psutil.Process]:
-        """Descendants whose command line has ``what`` in it, the oldest first."""
-        found = []
-        for process in psutil.Process(self.process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if what in " ".join(process.cmdline()):
-                    found.append(process)
-        return sorted(found, key=lambda p: p.create_time())
-
-    def committed(self) -> int:
-        events = read_events(self.folder / "events") if (self.folder / "events").is_dir() else []
-        return max((e.step for e in events if e.event == "commit"), default=0)
-
-    def wait_for_commit(self, step: int, timeout_s: float = 120.0) -> None:
-        end = time.monotonic() + timeout_s
-        while self.committed() < step:
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < end, f"step {step} was not committed in {timeout_s} s"
-            time.sleep(0.05)
-
-    def finish(self, timeout_s: float = 200.0) -> int:
-        try:
-            self.out, self.err = self.process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGTERM)
-            self.out, self.err = self.process.communicate(timeout=60)
-            raise AssertionError(f"it did not end in {timeout_s} s:\n{self.out[-6000:]}\n{self.err[-3000:]}") from None
-        return self.process.returncode
-
-    def finished(self) -> Finished:
-        code = self.finish()
-        assert code == 0, f"{code}\n{self.out[-6000:]}\n{self.err[-3000:]}"
-        return Finished(self.folder, read_events(self.folder / "events"))
+ARGUMENTS = [*QUIET, *BASE, *WITHOUT_RAY, "layout.replicas=2", "telemetry.progress=plain"]
 
 
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
     """Starts at most one; nothing of it is left afterwards."""
-    started: list[Up] = []
-
-    def start(*overrides: str) -> Up:
-        started.append(Up(tmp_path, *overrides))
-        return started[-1]
-
-    yield start
-    for one in started:
-        below = psutil.Process(one.process.pid).children(recursive=True) if one.process.poll() is None else []
-        one.process.kill()
-        one.process.wait()
-        for process in below:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+    with contextlib.ExitStack() as started:
+        yield lambda *overrides: started.enter_context(Up(tmp_path, SFT, *ARGUMENTS, *overrides))
 
 
 @pytest.mark.full
@@ -97,30 +45,6 @@ def test_a_rank_is_killed(up, calm, tmp_path) -> None:  # noqa: F811
     assert [line for line in run.out.splitlines() if "step 40/40" in line], "so does the lead's progress"
     assert not still_running({e.pid for e in finished.events}, 10.0)
     assert (finished.folder / "logs" / "latest" / "replica-1.log").exists()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("fault", [
-    "{step: 3, phase: compute, kind: kill, replica: 0}",
-    "{step: 3, phase: vote, kind: exit, replica: 1}",
-    "{step: 3, phase: apply, kind: segv, replica: 0}",
-    "{step: 3, phase: compute, kind: stop, replica: 1}",
-    "{step: 3, phase: compute, kind: gil, replica: 0}",
-    "{step: 4, phase: save, kind: kill, replica: 0}",
-])
-def test_faults(up, calm, fault: str) -> None:  # noqa: F811
-    """Stopped ones are ended by the warden in their agent."""
-    run = up(f"faults=[{fault}]", "sft.steps=500", "recovery.silence_s=3", "checkpoint.every_steps=4").finished()
-    check(run, calm(SFT, "sft.steps=500"), 2)
-    assert len(run.kind("fault")) == 1 and run.kind("join")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("shape", [("layout.tp=2", "engine.sequence_parallel=true"), ("layout.pp=2",)])
-def test_one_rank_of_two_in_a_replica(up, calm, shape: tuple[str, ...]) -> None:  # noqa: F811
-    run = up("faults=[{step: 3, phase: compute, kind: kill, replica: 1, rank: 1}]", "sft.steps=500", *shape).finished()
-    check(run, calm(SFT, "sft.steps=500", *shape), 2)
-    assert len({e.pid for e in run.kind("form")}) == 6, "both ranks of the replica were started anew"
 
 
 @pytest.mark.full
@@ -170,21 +94,28 @@ def test_what_cannot_work_is_refused_at_once(up) -> None:
     assert "layout.tp" in run.err and not run.folder.exists()
 
 
+def by_torchruns_names(machine: int) -> dict[str, str]:
+    return {"PET_NNODES": "2", "PET_NODE_RANK": str(machine), "MASTER_ADDR": "127.0.0.1"}
+
+
+def by_slurms_names(machine: int) -> dict[str, str]:
+    return {"SLURM_NNODES": "2", "SLURM_NODEID": str(machine), "SLURM_JOB_NODELIST": "localhost,another"}
+
+
 @pytest.mark.full
-def test_a_replica_over_two_machines(tmp_path: Path, calm) -> None:  # noqa: F811
-    """Two torchruns for each replica, which find each other by PET_* and MASTER_*; one rank of one of them dies."""
+@pytest.mark.parametrize("names", [by_torchruns_names, by_slurms_names])
+def test_a_replica_over_two_machines(tmp_path: Path, calm, names: Callable[[int], dict[str, str]]) -> None:  # noqa: F811
+    """Two torchruns for each replica, which find each other by variables; one rank of one of them dies."""
     port, masters = free_ports(), [free_ports() + 100 * (i + 1) for i in range(2)]
-    url = f"http://127.0.0.1:{port}"
     steps = "sft.steps=500"
-    processes = [command(["lighthouse", "--port", str(port), "--min-replicas", "2"])]
+    processes = [command(["lighthouse", "--port", str(port), "--min_replicas", "2"])]
     try:
         for replica in range(2):
             for machine in range(2):
-                env = {"TORCHFT_LIGHTHOUSE": url, "REPLICA_GROUP_ID": str(replica), "PET_NNODES": "2", "PET_NODE_RANK": str(machine),
-                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(masters[replica])}
+                env = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}", "REPLICA_GROUP_ID": str(replica), "MASTER_PORT": str(masters[replica])}
                 processes.append(command(
-                    ["train", SFT, *ARGUMENTS, f"run_dir={tmp_path}/run", "launcher=local", "layout.tp=2", "engine.sequence_parallel=true", steps,
-                     "faults=[{step: 3, phase: compute, kind: kill, replica: 1, rank: 1}]"], **env,
+                    ["train", SFT, *ARGUMENTS, f"run_dir={tmp_path}/run", "layout.tp=2", "engine.sequence_parallel=true", steps,
+                     "faults=[{step: 3, phase: compute, kind: kill, replica: 1, rank: 1}]"], **env, **names(machine),
                 ))
         for process in processes[1:]:
             out, err = process.communicate(timeout=200)
@@ -198,15 +129,27 @@ def test_a_replica_over_two_machines(tmp_path: Path, calm) -> None:  # noqa: F81
     check(run, calm(SFT, steps, "layout.tp=2", "engine.sequence_parallel=true"), 2)
 
 
+def on_the_page() -> list[str]:
+    """The commands that the page of the examples has in its block of shell."""
+    return (ROOT / "examples" / "README.md").read_text().split("```sh\n")[1].split("```")[0].splitlines()
+
+
 @pytest.mark.full
-def test_the_example_runs_as_its_page_says(tmp_path: Path) -> None:
-    port = free_ports()
-    done = subprocess.run(
-        ["examples/hsdp_two_replicas.sh", "sft.steps=10", "device=cpu"], cwd=ROOT, text=True, capture_output=True, timeout=250,
-        env={**os.environ, "PORT": str(port), "PYTHON": psutil.Process().exe(), "RUN": f"{tmp_path}/run"},
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "held" in done.stdout and "BROKEN" not in done.stdout
+@pytest.mark.timeout(560)
+def test_the_examples_run_as_their_page_says(tmp_path: Path) -> None:
+    """One after the other, in a folder where only the examples are."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    python = psutil.Process().exe()
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHON": python, "PORT": str(free_ports())}
+    for line in on_the_page():
+        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, text=True, capture_output=True, timeout=250, env=env)
+        assert done.returncode == 0, line + done.stdout[-3000:] + done.stderr[-3000:]
+        assert "BROKEN" not in done.stdout
+    runs = {folder.name for folder in (tmp_path / "runs").iterdir()}
+    assert runs == {"diloco", "hsdp_two_replicas"}
+    for name in runs:
+        findings = history.check(tmp_path / "runs" / name)
+        assert findings and not [finding for finding in findings if finding.held is False]
 
 
 @pytest.mark.full

@@ -54,7 +54,7 @@ def _lighthouse(port: int, min_replicas: int, join_timeout_ms: int, log: Path, m
     serve("127.0.0.1", port, min_replicas, 50, join_timeout_ms, 5000, lambda text: print(f"{time.monotonic():.3f} {text}", flush=True), until)
 
 
-def _rank(config: Config, env: dict[str, str], log: Path, clean: bool) -> None:
+def _rank(config: Config, env: dict[str, str], log: Path, clean: bool, prepare: Callable[[], None] | None) -> None:
     from everstep import driver
     from everstep.cluster.torchrun import report_exit
     from everstep.errors import EverstepError
@@ -62,6 +62,8 @@ def _rank(config: Config, env: dict[str, str], log: Path, clean: bool) -> None:
     _log_to(log)
     os.environ.update(env)
     os.chdir(Path(__file__).parents[2])
+    if prepare:
+        prepare()
     try:
         driver.run(config, clean=clean)
     except EverstepError as error:
@@ -71,16 +73,16 @@ def _rank(config: Config, env: dict[str, str], log: Path, clean: bool) -> None:
 
 
 class Replicas:
-    """``config`` has no replica.id. ``moment()``: is called in the first lighthouse, to have it killed at a chosen line. Use as a context
-    manager; nothing outlives it."""
+    """``config`` has no replica.id. ``moment()``: is called in the first lighthouse, to have it killed at a chosen line; ``prepare()`` in every
+    rank. Use as a context manager; nothing outlives it."""
 
     def __init__(self, config: Config, folder: Path, min_replicas: int = 0, join_timeout_ms: int = 5000, max_restarts: int = 5,
-                 clean: bool = False, moment: Callable[[], None] | None = None):
+                 clean: bool = False, moment: Callable[[], None] | None = None, prepare: Callable[[], None] | None = None):
         self.port = free_ports()
         self.config = config.model_copy(update={
             "lighthouse": config.lighthouse.model_copy(update={"address": f"http://127.0.0.1:{self.port}"}),
         })
-        self.folder, self.max_restarts, self.clean = folder, max_restarts, clean
+        self.folder, self.max_restarts, self.clean, self._prepare = folder, max_restarts, clean, prepare
         self._min_replicas, self._join_timeout_ms = min_replicas or config.layout.replicas, join_timeout_ms
         self._stopped = False
         self.lighthouse: Any = None
@@ -128,9 +130,10 @@ class Replicas:
             ranks = {}
             for rank in range(world):
                 env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-                       "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": str(restart), EXIT_DIR: str(exits)}
+                       "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": str(restart), EXIT_DIR: str(exits),
+                       "EVERSTEP_REPLICA": str(replica)}
                 log = self.folder / f"rank-{replica}.{rank}.log"
-                process = context().Process(target=_rank, args=(config, env, log, self.clean), daemon=True)
+                process = context().Process(target=_rank, args=(config, env, log, self.clean, self._prepare), daemon=True)
                 process.start()
                 ranks[rank] = self.ranks[replica, rank] = process
             waiting = list(ranks.values())

@@ -34,17 +34,16 @@ from everstep.checkpoint.saving import RankOf, SavedRun, Saver, WriterLost
 from everstep.checkpoint.storage import CheckpointError
 from everstep.checkpoint.writer import Ticket
 from everstep.cluster import environment
-from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.device import choose_device
-from everstep.cluster.dispatch import Rank, get_dispatch, mesh_of, ranks_of
+from everstep.cluster.dispatch import Rank, get_dispatch, ranks_of
 from everstep.cluster.formation import Formation
-from everstep.cluster.group import Role, StepResult
+from everstep.cluster.group import StepResult
 from everstep.cluster.head import Head, Presence
-from everstep.cluster.island import Round
 from everstep.cluster.lighthouse import TOKEN_VARIABLE, Lighthouse, Ports, read_result
 from everstep.cluster.results import combine, compare_hashes
-from everstep.cluster.slots import ListSlots, cut_round, cut_slots, require_synchronous, sample_ids
+from everstep.cluster.slots import ListSlots, sample_ids
 from everstep.cluster.torchrun import report_exit
+from everstep.cluster.verbs import Arguments, Slots, Verbs
 from everstep.cluster.worker import Worker
 from everstep.config import derive
 from everstep.config.schema import Config
@@ -57,7 +56,6 @@ from everstep.recovery.control import Control
 from everstep.recovery.rendezvous import Announcement
 from everstep.recovery.transaction import StepReport
 from everstep.recovery.view import Member, Record
-from everstep.rl.rollout import Sampling
 from everstep.run_dir import RunDir
 from everstep.telemetry import diagnosis, logs
 from everstep.telemetry.events import EventLog
@@ -162,7 +160,7 @@ def _register(config: Config, clean: bool, env: environment.RankEnvironment, wat
     )
 
 
-class LocalGroup:
+class LocalGroup(Verbs):
     """The :class:`everstep.cluster.group.Group` of launcher local."""
 
     def __init__(self, config: Config, entry: Entry):
@@ -277,47 +275,20 @@ class LocalGroup:
         how.dispatch(ranks, args, kwargs)  # what it notes of the division, it may need to collect
         return how.collect(ranks, results)
 
-    def rollout(self, prompts: TrainingBatch, sampling: Sampling) -> TrainingBatch:
-        completed: TrainingBatch = self.call(
-            mesh_of(self.config.recovery, sampling.samples_per_batch), "generate", prompts, sampling
-        )
-        return completed
-
-    def rollout_ahead(self, prompts: TrainingBatch, sampling: Sampling) -> None:
-        """There are no rollout engines: the ranks generate when they are asked for the samples."""
-
     def enter_stage(self, name: str) -> None:
         if self._head and self._lead:
             self._head.request("stage", name=name, step=self._step + 1)
 
-    def train_step(
-        self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, role: Role = "actor",
-        about: Mapping[str, Any] | None = None, state: dict[str, Any] | None = None,
+    def _transact(
+        self, slots: Slots, loss: LossSpec, lr: float, method: str, arguments: Arguments, state: dict[str, Any] | None,
+        about: Mapping[str, Any],
     ) -> StepResult:
-        require_synchronous(self.config)
-        slots = cut_slots(batch, self.config.train, self.layout.dp)
-        return self._commit(slots, loss, lr, "train_step", lambda step: (step, ListSlots(slots), loss, lr, temperature, role), about)
-
-    def train_round(
-        self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None,
-        state: dict[str, Any] | None = None,
-    ) -> StepResult:
-        slots, bounds = cut_round(batches, self.config, rollout is not None)
-        make: Callable[[int], Round] = lambda step: Round(step, bounds, tuple(lrs), temperature)
-        return self._commit(slots, loss, lrs[-1], "train_round", lambda step: (make(step), ListSlots(slots), loss, rollout))
-
-    def _commit(
-        self, slots: list[tuple[TrainingBatch, ...]], loss: LossSpec, lr: float, method: str, arguments: Callable[[int], tuple[Any, ...]],
-        about: Mapping[str, Any] | None = None,
-    ) -> StepResult:
-        """One committed step. What the recipe says of its state then is not needed: it outlives the coordinator itself, and who joins begins
-        at the bookmark."""
+        """What the recipe says of its state then is not needed: it outlives the coordinator itself, and who joins begins at the bookmark."""
         step = self._step + 1
-        about = {"lr": lr} | dict(about or {})
         live = self._from_head(lambda head: head.begin(step, [list(slot) for slot in sample_ids(slots)], about))
         report: tuple[StepReport, int] | None = None
         if live:
-            done = self._worker.run(method, (*arguments(step), None), {})
+            done = self._worker.run(method, (*arguments(step, ListSlots(slots)), None), {})
             commit = self._control.wait_for(lambda records: next((r for r in records if r.step == step), None), 30.0, f"the commit of step {step}")
             report, self._caught_up = (done, len(commit.view.deal.lives)), True
         _, reported, contributors = self._shared(f"report of step {step}", Who.REPORTS, lambda ranks: report)

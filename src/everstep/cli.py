@@ -142,6 +142,33 @@ def explain(
                 print(f"  {name:<8} {text}")
 
 
+config_app = typer.Typer(help="Translate another system's configuration.", rich_markup_mode=None)
+app.add_typer(config_app, name="config")
+
+
+@config_app.command("import", context_settings=_OVERRIDES)
+def config_import(
+    given: Annotated[
+        list[str], typer.Argument(metavar="FILE_OR_OVERRIDES...", help="A script or file; after it, or alone, its options as KEY=VALUE.")
+    ],
+    system: Annotated[str, typer.Option("--from", help="siirl torchtitan ray-example twinkle.")],
+    records: Annotated[int | None, typer.Option(min=1, help="Training records, where passes are counted.", show_default=False)] = None,
+    debug: Debug = False,
+) -> None:
+    """Print the configuration of another system as one of ours.
+
+    Each key says what it was; what has no counterpart is named, with the reason.
+    Nothing of what is read is run. docs/migrating.md has every option.
+    """
+    from everstep.config.importing import as_yaml, translate
+
+    result = translate(system, given, records)
+    print(as_yaml(result, " ".join(["--from", system, *given])), end="")
+    left = len(result.unsupported) + len(result.unknown)
+    print(f"everstep: {len(result.keys)} keys, {len(result.implied)} options need none, {left} have no counterpart (see the head of the file)"
+          + (f"; to be given: {', '.join(result.missing)}" if result.missing else ""), file=sys.stderr)
+
+
 @app.command()
 def generate(
     model: Annotated[
@@ -378,7 +405,7 @@ def run(arguments: Sequence[str]) -> int:
             raise
         return error.exit_code if told else _say(error, error.exit_code)
     except _UsageError as error:
-        command = f"everstep {error.ctx.info_name}" if error.ctx and error.ctx.parent else "everstep"
+        command = error.ctx.command_path if error.ctx else "everstep"
         return _say(f"{error.format_message().rstrip('.')} (see {command} --help)", BadInput.exit_code)
     except typer.Exit as stop:
         return stop.exit_code

@@ -339,6 +339,8 @@ def _introduce(
     for dataset in (data.train, data.eval, data.warmup):
         if dataset and dataset.dropped:
             console.note(f"{dataset.key}: {len(dataset.dropped)} records left out, the first: {dataset.dropped[0].reason}")
+    if data.eval and (seen := data.held_out_in_training()):
+        console.note(f"{data.eval.key}: {seen} of {len(data.eval)} held-out samples are training samples too")
     if chosen.resume == "attach":
         console.note("taking over from a controller that was killed")
         return

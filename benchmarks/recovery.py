@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
     device = args.device or ("cuda" if _gpus() else "cpu")
     folder = Path(args.runs or tempfile.mkdtemp(prefix="everstep-bench-"))
-    report: dict[str, object] = {"command": " ".join(["python -m benchmarks.recovery", *(arguments or sys.argv[1:])]), "machine": _machine()}
+    report: dict[str, object] = {"command": " ".join(["python -m benchmarks.recovery", *(arguments or sys.argv[1:])]), "machine": machine()}
     if args.overhead:
         pairs = _overhead(args, device, folder)
         report["overhead"] = pairs
@@ -278,7 +278,7 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _machine() -> dict[str, object]:
+def machine() -> dict[str, object]:
     import torch
 
     cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.cluster import takeover
-from everstep.cluster.environment import lighthouse_address, machines, placed
+from everstep.cluster.environment import lighthouse_address, machines, manager_port, placed
 from everstep.cluster.lighthouse import Ports, pack_journal, serve, unpack_journal
-from everstep.cluster.up import Child, share_devices
+from everstep.cluster.up import Child, share_devices, up
 from everstep.config.load import from_tree
 from everstep.config.schema import Config
 from everstep.errors import BadInput, ConfigError, InvariantViolated, NotEnoughReplicas, WorkerFailed, typed
@@ -257,6 +257,9 @@ def test_variables_of_torchft_and_torchtitan() -> None:
     assert lighthouse_address(conf(), {"TORCHFT_LIGHTHOUSE": "http://h:1"}) == "http://h:1"
     assert lighthouse_address(conf(lighthouse={"address": "http://g:2"}), {"TORCHFT_LIGHTHOUSE": "http://h:1"}) == "http://g:2"
     assert Ports.parse(lighthouse_address(conf(), {})) == Ports("127.0.0.1", 29510)
+    assert (manager_port({}), manager_port({"TORCHFT_MANAGER_PORT": "700"})) == (0, 700)
+    with pytest.raises(BadInput, match="TORCHFT_MANAGER_PORT=70000 is not a port number"):
+        manager_port({"TORCHFT_MANAGER_PORT": "70000"})
 
 
 @pytest.mark.parametrize("address", ["", "host", "http://host", "host:0", "host:65535", "http://host:port", ":29510"])
@@ -285,6 +288,14 @@ def test_devices_are_shared_within_what_is_visible(monkeypatch: pytest.MonkeyPat
     assert share_devices(two, {"CUDA_VISIBLE_DEVICES": "7,5,GPU-a,1"}) == ["7,5", "GPU-a,1"]
     with pytest.raises(ConfigError, match="2 replicas of 2 ranks need 4 devices, 3 are visible"):
         share_devices(two, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+
+
+def test_all_replicas_on_one_of_several_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    with pytest.raises(BadInput, match="says that this is one of 2"):
+        up(conf(layout={"replicas": 2}), [], print)
 
 
 def test_what_dies_soon_is_started_later_each_time(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ ARGUMENTS = [*QUIET, *BASE, *WITHOUT_RAY, "layout.replicas=2", "telemetry.progre
 def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
     """Starts at most one; nothing of it is left afterwards."""
     with contextlib.ExitStack() as started:
-        yield lambda *overrides: started.enter_context(Up(tmp_path, SFT, *ARGUMENTS, *overrides))
+        yield lambda *overrides, **env: started.enter_context(Up(tmp_path, SFT, *ARGUMENTS, *overrides, **env))
 
 
 @pytest.mark.full
@@ -61,12 +62,32 @@ def test_a_whole_replica_is_killed(up, calm) -> None:  # noqa: F811
 
 @pytest.mark.full
 def test_the_lighthouse_is_killed(up, calm) -> None:  # noqa: F811
-    run = up("sft.steps=60")
+    run = up("sft.steps=60", RUST_LOGS="info", RUST_LOG="")
     run.wait_for_commit(4)
     run.below("everstep lighthouse")[0].kill()
     finished = run.finished()
     check(finished, calm(SFT, "sft.steps=60"), 2)
     assert "lighthouse was started anew" in run.err and not finished.kind("death")
+    assert "torchft::lighthouse" in (finished.folder / "logs" / "latest" / "lighthouse.log").read_text(), "RUST_LOGS reaches torchft"
+
+
+@pytest.mark.full
+def test_managers_listen_where_they_are_told(up) -> None:
+    port = free_ports()
+    run = up("sft.steps=60", TORCHFT_MANAGER_PORT=str(port))
+    run.wait_for_commit(2)
+    for replica in range(2):
+        socket.create_connection(("127.0.0.1", port + replica), timeout=10.0).close()
+    run.finished()
+
+
+@pytest.mark.full
+def test_nothing_is_left_when_the_command_itself_is_killed(up) -> None:
+    run = up("sft.steps=5000")
+    run.wait_for_commit(3)
+    pids = {p.pid for p in psutil.Process(run.process.pid).children(recursive=True)}
+    run.process.kill()
+    assert len(pids) >= 7 and not still_running(pids, 60.0)  # a lighthouse; for each replica a command, an agent and a rank
 
 
 @pytest.mark.full

@@ -45,9 +45,9 @@ def trained(launcher: str, file: str, folder: Path, *overrides: str, prepare: Ca
 class Up:
     """``everstep up`` and the processes below it. Use as a context manager; nothing outlives it."""
 
-    def __init__(self, folder: Path, file: str, *overrides: str):
+    def __init__(self, folder: Path, file: str, *overrides: str, **env: str):
         self.folder = folder / "run"
-        self.process = command(["up", file, *QUIET, f"run_dir={self.folder}", *overrides, *WITHOUT_RAY])
+        self.process = command(["up", file, *QUIET, f"run_dir={self.folder}", *overrides, *WITHOUT_RAY], **env)
         self.out, self.err = "", ""
 
     def __enter__(self) -> Up:

@@ -156,6 +156,15 @@ def lighthouse_address(config: Config, environ: Mapping[str, str] | None = None)
     return config.lighthouse.address or given.get("TORCHFT_LIGHTHOUSE") or "http://127.0.0.1:29510"
 
 
+def manager_port(environ: Mapping[str, str] | None = None) -> int:
+    """Where a replica's torchft manager listens: TORCHFT_MANAGER_PORT; 0, also if it is not set: anywhere. BadInput."""
+    given = os.environ if environ is None else environ
+    port = _integer("TORCHFT_MANAGER_PORT", given.get("TORCHFT_MANAGER_PORT") or "0")
+    if not 0 <= port < 65536:
+        raise BadInput(f"TORCHFT_MANAGER_PORT={port} is not a port number")
+    return port
+
+
 def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:
     """This process's place in its replica. BadInput if a variable is missing or makes no sense: nothing is guessed.
 

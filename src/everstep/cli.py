@@ -129,9 +129,9 @@ def lighthouse(
 
     from everstep.cluster.lighthouse import serve
 
-    host, _, number = bind.rpartition(":")
-    if host and number.isdecimal():
-        bind, port = host, int(number)
+    host, _, digits = bind.rpartition(":")
+    if host and digits.isdecimal():
+        bind, port = host, int(digits)
     until = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: until.set())

@@ -37,9 +37,8 @@ class _Commands(typer.core.TyperGroup):
 app = typer.Typer(
     name="everstep",
     cls=_Commands,
-    help="Post-training of language models that survives the death of any process.",
-    epilog="KEY=VALUE overrides (or --KEY VALUE) follow CONFIG. Exit codes: 0 done, "
-    "2 bad input, 3 resumable, 4 invariant violated, 130 interrupted.",
+    help="\b\nPost-training of language models that survives the death of any process.\n"
+    "Exit: 0 done, 2 bad input, 3 resumable, 4 invariant violated, 130 interrupted.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

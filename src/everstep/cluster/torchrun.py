@@ -88,7 +88,7 @@ def launch(config: Config, program: Sequence[str], say: Callable[[str], None] | 
         )
     say = say or (lambda text: print(text, file=sys.stderr))
     ranks = derive.layout(config).ranks_per_replica
-    machines = environment.machines()
+    machines = environment.machines(ranks)
     if ranks % machines.count:
         raise ConfigError(f"the {ranks} ranks of a replica cannot be shared evenly over {machines.count} machines (PET_NNODES)")
     if machines.count > 1:

@@ -103,10 +103,10 @@ def up(config: Config, program: Sequence[str], say: Callable[[str], None]) -> in
         raise ConfigError(f"everstep up starts all replicas: leave replica.id={config.replica.id} out")
     if environment.inside_torchrun():
         raise BadInput("this process is a rank of torchrun already (RANK is set) and must not start replicas")
-    if (here := environment.machines()).count > 1:
+    if (here := environment.machines(derive.layout(config).ranks_per_replica)).count > 1:
         raise BadInput(
-            f"everstep up starts all replicas on one machine, but PET_NNODES or SLURM_NNODES says that this is one of {here.count}; run "
-            "everstep lighthouse on one of them and everstep train launcher=local replica.id=I on all, or unset the variable"
+            f"everstep up starts all replicas on one machine, but PET_NNODES or SLURM_NNODES says that this is one of {here.count} of a replica; "
+            "run everstep lighthouse on one of them and everstep train launcher=local replica.id=I on all, or unset the variable"
         )
     own = config.lighthouse.address or os.environ.get("TORCHFT_LIGHTHOUSE", "")
     ports = Ports.parse(own) if own else Ports("127.0.0.1", free_ports(DEFAULT_PORT))

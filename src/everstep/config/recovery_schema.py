@@ -143,8 +143,8 @@ class RecoveryConfig(Section):
     heal_backlog_steps: int = Field(
         8,
         ge=0,
-        description="A rank that heals takes part in steps meanwhile and keeps their totals, in host memory, to apply them once it has the "
-        "state. After so many it makes the others wait for it. 0: they wait from the start. Each costs 4 bytes per trained parameter of "
+        description="A rank that heals takes part in steps meanwhile and keeps their totals (on its device if there is room, else in host memory) to apply "
+        "them once it has the state. After so many it makes the others wait for it. 0: they wait from the start. Each costs 4 bytes per trained parameter of "
         "the rank (of its shard).",
     )
     heal_hold_s: float = Field(

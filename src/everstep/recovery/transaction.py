@@ -105,7 +105,8 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Kept:
-    """A committed total that a healing rank will apply once it holds the state before it. On the host, whatever the device."""
+    """A committed total that a healing rank will apply once it holds the state before it. Where it was made, if there is room: everybody
+    waits for it to be kept."""
 
     work: Work
     outcome: Outcome
@@ -113,8 +114,19 @@ class Kept:
 
     @staticmethod
     def of(work: Work, outcome: Outcome, total: Total) -> Kept:
-        gradients = [g.cpu() for g in total.gradients] if outcome is Outcome.APPLY else []
+        gradients = _copies(total.gradients) if outcome is Outcome.APPLY else []
         return Kept(work, outcome, replace(total, gradients=gradients))
+
+
+def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """On their device if as much again stays free there for whatever comes next, else in host memory."""
+    device = next((t.device for t in tensors if t.is_cuda), None)
+    if device is not None:
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if free < 2 * sum(t.nbytes for t in tensors):
+            return [t.cpu() for t in tensors]
+    return [t.clone() for t in tensors]
 
 
 @dataclass

@@ -7,13 +7,14 @@ What a file or an override holds by itself is checked by ``load.py``, what recor
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 
 from everstep.cluster.environment import check_user_environment, detect_launcher, inside_torchrun
-from everstep.config import derive, semisync, vllm
+from everstep.config import derive, rollouts, semisync
 from everstep.config.schema import Config, Fault, OptimizerConfig
 from everstep.data.functions import check_arguments, load_function
 from everstep.data.source import REASONING_GYM, is_path
@@ -56,7 +57,7 @@ def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> deriv
     _check_launcher(config, sizes.layout, environ)
     _check_schedule(config, sizes)
     _check_recipe(config)
-    _check_engines(config)
+    rollouts.check(config)
     if config.checkpoint.keep_best and not config.data.eval_source:
         raise ConfigError("checkpoint.keep_best=true needs held-out data to find the best by: set data.eval_source, or checkpoint.keep_best=false")
     if config.recovery.memory_checkpoint_every and config.recipe in ("grpo", "ppo") and max(map(sizes.updates_of, range(1, config.rl.iterations + 1))) > 1:
@@ -153,19 +154,31 @@ def _check_critic(config: Config, sizes: derive.Sizes, actor: ModelShape) -> Non
 def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) -> None:
     if detect_launcher(config, environ) == "local":
         how = "launcher=local" if config.launcher == "local" else "launcher=auto under torchrun (local)"
-        if layout.replicas > 1:
+        if layout.replicas > 1 and config.replica.id is None:
             raise ConfigError(
-                f"{how} runs one replica, but layout.replicas={layout.replicas}; use launcher=ray, or layout.replicas=1"
+                f"{how} runs one replica, but layout.replicas={layout.replicas}; say which one this is with replica.id and start each of them, "
+                "start all with `everstep up`, use launcher=ray, or layout.replicas=1"
             )
-        if config.recovery.controller_grace_s:
+        if config.replica.id is not None and config.replica.id >= layout.replicas:
             raise ConfigError(
-                f"{how}: rank 0 is the controller, and torchrun restarts it; recovery.controller_grace_s="
-                f"{config.recovery.controller_grace_s:g} is for launcher=ray"
+                f"replica.id={config.replica.id} is not below the number of replicas, {layout.replicas} (replica.count, layout.replicas)"
+            )
+        if config.replica.id is not None and importlib.util.find_spec("torchft") is None:
+            raise ConfigError("several replicas under torchrun need torchft, which is not installed: pip install torchft==0.2.0")
+        if config.recovery.controller_grace_s:
+            owner = "rank 0 is the controller, and torchrun restarts it" if config.replica.id is None else "for a lighthouse ranks wait lighthouse.wait_s"
+            raise ConfigError(
+                f"{how}: {owner}; recovery.controller_grace_s={config.recovery.controller_grace_s:g} is for launcher=ray"
             )
         if config.recovery.memory_checkpoint_every:
             raise ConfigError(
                 f"recovery.memory_checkpoint_every={config.recovery.memory_checkpoint_every}: with {how} nobody goes back to copies in memory, "
-                "for a rank's death ends them all; use launcher=ray, or leave it out"
+                "for a rank's death ends its whole replica; use launcher=ray, or leave it out"
+            )
+        if config.checkpoint.on_interrupt:
+            raise ConfigError(
+                f"checkpoint.on_interrupt=true: with {how} torchrun ends every rank by itself when one is interrupted; use launcher=ray, or "
+                "checkpoint.every_steps"
             )
         if config.rollout.engines:
             raise ConfigError(f"{how} has no place for rollout.engines={config.rollout.engines}; use launcher=ray, or rollout.engines=0")
@@ -188,8 +201,13 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
         derive.fused_kernels(config.engine, cuda=derive.device(config, environ) == "cuda")
     if derive.device(config, environ) == "cuda" and not config.ray.address:
         present = derive.cuda_devices(environ)
+        if config.replica.id is not None and layout.ranks_per_replica > present:
+            raise ConfigError(
+                f"a replica has {layout.ranks_per_replica} ranks, this machine has {present} devices that are visible (CUDA_VISIBLE_DEVICES): "
+                "lower layout.tp, layout.cp, layout.pp or layout.dp, or set device=cpu"
+            )
         engines = derive.engine_devices(config)
-        if layout.devices + engines > present:
+        if config.replica.id is None and layout.devices + engines > present:
             raise ConfigError(
                 f"the layout needs {layout.devices + engines} devices ({layout.replicas} replicas of {layout.ranks_per_replica} "
                 f"ranks, {layout.spares} spares, and {engines} of rollout engines), this machine has {present}: lower layout.replicas, "
@@ -227,7 +245,7 @@ def _check_recovery(config: Config) -> None:
             f"recovery.memory_checkpoint_every={recovery.memory_checkpoint_every} makes copies for deaths that recovery.enabled=false "
             "does not survive; set one of the two"
         )
-    if recovery.enabled and recovery.mode == "wait" and not layout.spares:
+    if recovery.enabled and recovery.mode == "wait" and not layout.spares and config.replica.id is None:
         raise ConfigError(
             "recovery.mode=wait waits for a spare to take a dead rank's place, but layout.spares=0; add spares, or use recovery.mode=salvage"
         )
@@ -301,11 +319,17 @@ def _check_resize(config: Config) -> None:
 
 def _check_faults(config: Config, sizes: derive.Sizes, environ: Mapping[str, str]) -> None:
     local = bool(config.faults) and detect_launcher(config, environ) == "local"
+    several = config.replica.id is not None
     for i, fault in enumerate(config.faults):
         reason = _no_such_victim(fault, config) or _no_such_moment(fault, config, sizes)
         if reason:
             raise ConfigError(f"faults.{i}.{reason}")
-        if local and fault.kind in ("partition", "gil", "hang"):
+        if local and several and fault.kind == "partition":
+            raise ConfigError(
+                f"faults.{i}.kind=partition cannot be done under launcher=local, whose processes everstep does not place; use kind=stop, or "
+                "launcher=ray"
+            )
+        if local and not several and fault.kind in ("gil", "hang", "partition"):
             raise ConfigError(
                 f"faults.{i}.kind={fault.kind} would stop launcher=local for good: its one replica has no peer that goes on, and its "
                 "coordinator lives in rank 0; use launcher=ray, or a kind that ends the process"
@@ -425,53 +449,6 @@ def _check_loss(config: Config) -> None:
     if rl.importance.lower is not None and rl.importance.lower >= rl.importance.upper:
         raise ConfigError(
             f"rl.importance.lower={rl.importance.lower} must be below rl.importance.upper={rl.importance.upper}, or null"
-        )
-
-
-def _check_engines(config: Config) -> None:
-    rollout = config.rollout
-    if rollout.engines and not derive.is_rl(config):
-        raise ConfigError(f"rollout.engines={rollout.engines}: recipe={config.recipe} generates nothing; leave it out")
-    if rollout.engines and config.semisync.method != "none":
-        raise ConfigError(
-            f"rollout.engines={rollout.engines}: with semisync.method={config.semisync.method} each replica has weights of its own and generates "
-            "with them; leave one of the two out"
-        )
-    if rollout.engines and rollout.sync_timeout_s >= config.recovery.step_timeout_s:
-        raise ConfigError(
-            f"rollout.sync_timeout_s={rollout.sync_timeout_s:g} must be less than recovery.step_timeout_s={config.recovery.step_timeout_s:g}: "
-            "the ranks of the replica that serves the weights wait for each other so long"
-        )
-    if rollout.colocated and not rollout.engines:
-        raise ConfigError("rollout.colocated=true says where rollout.engines run, and there are none; set rollout.engines, or leave it out")
-    if rollout.colocated and rollout.max_staleness:
-        raise ConfigError(
-            f"rollout.colocated=true lets engines and ranks take turns, and rollout.max_staleness={rollout.max_staleness} lets engines generate while "
-            "ranks train; leave one of the two out"
-        )
-    ranks = config.layout.replicas * derive.layout(config).ranks_per_replica
-    if rollout.colocated and (rollout.engines > ranks or rollout.tp > 1):
-        raise ConfigError(
-            f"rollout.colocated=true: each of rollout.engines={rollout.engines} engines of rollout.tp={rollout.tp} devices runs on the device of one of "
-            f"{ranks} ranks; use rollout.tp=1 and at most {ranks} engines, or rollout.colocated=false"
-        )
-    if rollout.on_spares and (not rollout.engines or not config.layout.spares or rollout.colocated or rollout.tp > 1):
-        raise ConfigError(
-            f"rollout.on_spares=true lets idle spares help rollout.engines (now {rollout.engines}), an engine of one device (rollout.tp={rollout.tp}) on each of "
-            f"layout.spares={config.layout.spares}; set both to 1 or more, rollout.tp=1 and rollout.colocated=false, or leave it out"
-        )
-    vllm.check(config)
-    if rollout.max_staleness and not rollout.engines:
-        raise ConfigError(f"rollout.max_staleness={rollout.max_staleness}: without rollout.engines nobody generates while ranks train; set both")
-    if rollout.max_staleness and config.rl.dynamic_sampling_rounds:
-        raise ConfigError(
-            f"rollout.max_staleness={rollout.max_staleness} draws the prompts of later iterations before rl.dynamic_sampling_rounds="
-            f"{config.rl.dynamic_sampling_rounds} knows how many this one takes; set one of the two to 0"
-        )
-    if rollout.max_staleness and config.rl.importance.level == "none":
-        raise ConfigError(
-            f"rollout.max_staleness={rollout.max_staleness} trains on samples of older weights, which rl.importance corrects for; set "
-            "rl.importance.level"
         )
 
 

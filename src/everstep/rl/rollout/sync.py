@@ -114,7 +114,7 @@ def receive(stream: HealStream, version: int, device: torch.device | None = None
             tensor = torch.empty(said["shape"], dtype=getattr(torch, said["dtype"]), device="cpu")
             for chunk in on_host({said["name"]: tensor}):
                 size, digest = receive_mark(stream, version)
-                receive_checked(stream, chunk, size, digest)
+                receive_checked(stream, [chunk], size, digest)
         yield said["name"], tensor
         count += 1
 
@@ -126,7 +126,7 @@ def _text(said: Mapping[str, Any]) -> memoryview:
 def _hear(stream: HealStream, version: int) -> dict[str, Any]:
     size, digest = receive_mark(stream, version)
     said = bytearray(size)
-    receive_checked(stream, memoryview(said), size, digest)
+    receive_checked(stream, [memoryview(said)], size, digest)
     heard: dict[str, Any] = json.loads(bytes(said))
     return heard
 

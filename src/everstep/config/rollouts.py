@@ -1,5 +1,5 @@
-"""What may be asked of vLLM (rollout.engine=vllm), known without importing it: that takes many seconds, and this is checked before any
-process starts."""
+"""What may be asked of rollout engines. What vLLM takes is known without importing it: that takes many seconds, and this is checked before
+any process starts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import difflib
 import importlib.util
 from pathlib import Path
 
+from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.errors import ConfigError
 
@@ -22,6 +23,54 @@ _OURS = {
 
 
 def check(config: Config) -> None:
+    """ConfigError if section ``rollout`` asks for what engines cannot do."""
+    rollout = config.rollout
+    if rollout.engines and not derive.is_rl(config):
+        raise ConfigError(f"rollout.engines={rollout.engines}: recipe={config.recipe} generates nothing; leave it out")
+    if rollout.engines and config.semisync.method != "none":
+        raise ConfigError(
+            f"rollout.engines={rollout.engines}: with semisync.method={config.semisync.method} each replica has weights of its own and generates "
+            "with them; leave one of the two out"
+        )
+    if rollout.engines and rollout.sync_timeout_s >= config.recovery.step_timeout_s:
+        raise ConfigError(
+            f"rollout.sync_timeout_s={rollout.sync_timeout_s:g} must be less than recovery.step_timeout_s={config.recovery.step_timeout_s:g}: "
+            "the ranks of the replica that serves the weights wait for each other so long"
+        )
+    if rollout.colocated and not rollout.engines:
+        raise ConfigError("rollout.colocated=true says where rollout.engines run, and there are none; set rollout.engines, or leave it out")
+    if rollout.colocated and rollout.max_staleness:
+        raise ConfigError(
+            f"rollout.colocated=true lets engines and ranks take turns, and rollout.max_staleness={rollout.max_staleness} lets engines generate while "
+            "ranks train; leave one of the two out"
+        )
+    ranks = config.layout.replicas * derive.layout(config).ranks_per_replica
+    if rollout.colocated and (rollout.engines > ranks or rollout.tp > 1):
+        raise ConfigError(
+            f"rollout.colocated=true: each of rollout.engines={rollout.engines} engines of rollout.tp={rollout.tp} devices runs on the device of one of "
+            f"{ranks} ranks; use rollout.tp=1 and at most {ranks} engines, or rollout.colocated=false"
+        )
+    if rollout.on_spares and (not rollout.engines or not config.layout.spares or rollout.colocated or rollout.tp > 1):
+        raise ConfigError(
+            f"rollout.on_spares=true lets idle spares help rollout.engines (now {rollout.engines}), an engine of one device (rollout.tp={rollout.tp}) on each of "
+            f"layout.spares={config.layout.spares}; set both to 1 or more, rollout.tp=1 and rollout.colocated=false, or leave it out"
+        )
+    _check_vllm(config)
+    if rollout.max_staleness and not rollout.engines:
+        raise ConfigError(f"rollout.max_staleness={rollout.max_staleness}: without rollout.engines nobody generates while ranks train; set both")
+    if rollout.max_staleness and config.rl.dynamic_sampling_rounds:
+        raise ConfigError(
+            f"rollout.max_staleness={rollout.max_staleness} draws the prompts of later iterations before rl.dynamic_sampling_rounds="
+            f"{config.rl.dynamic_sampling_rounds} knows how many this one takes; set one of the two to 0"
+        )
+    if rollout.max_staleness and config.rl.importance.level == "none":
+        raise ConfigError(
+            f"rollout.max_staleness={rollout.max_staleness} trains on samples of older weights, which rl.importance corrects for; set "
+            "rl.importance.level"
+        )
+
+
+def _check_vllm(config: Config) -> None:
     """ConfigError if rollout.engine=vllm cannot do what is asked, or is not asked what is asked of it."""
     rollout = config.rollout
     if rollout.engine != "vllm":

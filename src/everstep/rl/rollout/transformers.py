@@ -94,6 +94,8 @@ class TransformersRollout:
         self.version = None
         self.model.to("cpu")
         self._frozen = {module: frozen.cpu() for module, frozen in self._frozen.items()}
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # for the process that shares the device
 
     def decoder(self) -> Decoder:
         """For sequences that come and go. WorkerFailed, when asked for a token, before there are weights."""

@@ -84,8 +84,8 @@ class Group(Protocol):
     def rollout(self, prompts: TrainingBatch, sampling: Sampling) -> TrainingBatch:
         """A completion for every row of ``prompts``, by the committed weights, laid out as :func:`everstep.rl.rollout.assemble` says.
 
-        By the ranks themselves, or by rollout engines (``rollout.engines``). Samples that no engine could complete are left out, and
-        their drop is recorded.
+        By the ranks themselves, or by rollout engines (``rollout.engines``). Samples that no engine could complete are
+        recorded, and have an empty completion, which weighs nothing in training.
         """
 
     def rollout_so_far(self, prompts: TrainingBatch) -> dict[str, Response]:

@@ -38,9 +38,9 @@ class Rollouts:
         complete, dropped = pool.collect(prompts.sample_ids)
         if dropped:
             reasons = "; ".join(sorted(set(dropped.values())))
-            controller._events.emit("drop", step=controller.committed_step, samples=sorted(dropped), reason=reasons)
+            controller._events.emit("rollout_dropped", samples=sorted(dropped), reason=reasons)
         controller._events.emit("call", method="rollout", dispatch="engines", sent_bytes=prompts.nbytes, seconds=time.monotonic() - start)
-        return assemble(prompts.select([i for i, s in enumerate(prompts.sample_ids) if s in complete]), complete)
+        return assemble(prompts, complete | {sample: Response() for sample in dropped})  # as many rows as were asked for: steps are cut from them
 
     def make_way(self, workers: Collection[str]) -> None:
         """These take places in replicas: on their devices there is no engine any more."""

@@ -225,7 +225,9 @@ class RolloutPool:
         return cause
 
     def _let_go(self, name: str) -> None:
-        """An engine that is no engine any more: its process ends."""
+        """An engine that is no engine any more: its process ends, and whoever sends it weights need not wait for it."""
+        if name in self._streams:
+            self._processes.call_off(self._streams[name])
         try:
             self._processes.end_engine(name)
         except EverstepError as error:

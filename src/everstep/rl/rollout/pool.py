@@ -201,12 +201,12 @@ class RolloutPool:
                     return None
                 self._requests.starting(name)
             self._processes.start_engine(name, instead_of or beside)
-        except Exception as error:  # a fault boundary: whatever a library raises when it starts
+        except (Exception, SystemExit) as error:  # a fault boundary: whatever a library raises; SystemExit is Ray's word to who waits when it ends
             with self._changed:
                 began = name in self._requests.engines
                 if began:
                     self._requests.gone(name, at_fault=False)
-            if began:
+            if began and not isinstance(error, SystemExit):
                 self._let_go(name)
             return f"{type(error).__name__}: {error}"
         with self._changed:

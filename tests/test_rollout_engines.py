@@ -140,6 +140,27 @@ def test_an_idle_spares_device_generates_until_the_spare_is_needed(tmp_path, und
     assert not done.kind("rollout_death")
 
 
+def _the_second_engine_is_slow() -> None:
+    from everstep.rl.rollout.serving import EngineWorker
+
+    if mp.current_process().name == "e1":
+        advance = EngineWorker.advance
+
+        def slowly(self, *order):
+            time.sleep(2.5)
+            return advance(self, *order)
+
+        EngineWorker.advance = slowly
+
+
+def test_idle_engines_go_on_with_what_a_slow_one_had_and_the_samples_are_the_same(tmp_path, undisturbed) -> None:
+    done = finish(config(DEMO, tmp_path, *SHORT, *ENGINES), clean=True, host=lambda c: ForkedHost(c, prepare=_the_second_engine_is_slow))
+    assert_invariants(done, 8)
+    assert gone(done.pids) and done.final_hashes == undisturbed.final_hashes
+    assert {e["engine"] for e in done.kind("rollout_moved")} == {"e1"} and not done.kind("rollout_death")
+    assert max(e["seconds"] for e in done.kind("call") if e["method"] == "rollout") < 4 * 2.5, "four tokens by the slow one take longer"
+
+
 DEADLY = "0/147#7"  # of the first iteration, by the seed
 
 

@@ -51,7 +51,7 @@ def advance(requests: Requests, name: str) -> None:
 
 
 EVENTS = st.lists(
-    st.tuples(st.sampled_from(["submit", "take", "take", "advance", "advance", "advance", "die", "stop", "start", "want", "sync", "fail", "late"]),
+    st.tuples(st.sampled_from(["submit", "take", "take", "advance", "advance", "advance", "die", "stop", "start", "want", "sync", "fail", "late", "move"]),
               st.integers(0, 3)),
     max_size=120,
 )
@@ -82,6 +82,9 @@ def test_every_sample_is_completed_once_or_dropped_with_a_reason_whatever_happen
             case "late":  # an engine that was taken for dead, or has nothing of the kind, speaks
                 for dead in [n for n, e in requests.engines.items() if e.state is EngineState.GONE]:
                     requests.gained(dead, {sample: (piece(sample, 9, 0), True) for sample in held})
+            case "move" if name and name not in (requests.idle or [name]):
+                before = set(requests.engines[name].has)
+                assert set(requests.move(name)) == before and not requests.engines[name].has
             case "die" | "stop" if name:
                 lost = requests.gone(name, at_fault=kind == "die")
                 assert not requests.engines[name].has and all(held[sample] == name for sample in lost)

@@ -149,6 +149,7 @@ EVENTS: dict[str, EventKind] = {
     "rollout_dropped": _kind(
         "lead", "Engines died of these samples, and nobody will complete them: they weigh nothing in the step that they are part of.", "samples reason"
     ),
+    "rollout_moved": _kind("lead", "A rollout engine was slow, and idle ones go on with what it had; `seconds`: of its call so far.", "engine samples seconds"),
     "rollout_sleep": _kind("rank", "A rollout engine left the device to the rank it shares it with (rollout.colocated); it holds no weights.", "engine"),
     "rollout_start_failed": _kind("lead", "A rollout engine did not start; another attempt follows after `again_s`, or (null) none.", "engine cause again_s"),
     "rollout_leave": _kind("lead", "A rollout engine was asked to leave: `requeued` sequences go on elsewhere, with what it had made of them.", "engine requeued"),

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,6 +38,9 @@ class Sequences(Protocol):
 
     def advance(self, tokens: int) -> Pieces:
         """Up to ``tokens`` tokens for each running sequence."""
+
+    def cancel(self, sample_ids: Collection[str]) -> None:
+        """These, if they are there, are not completed."""
 
     def restart(self) -> None:
         """The weights have changed: what runs goes on from the tokens it has, with keys and values made anew."""

@@ -25,6 +25,7 @@ from everstep.telemetry.events import EventLog
 
 _POLL_S = 0.05
 _IDLE_S = 0.2
+_SLOW_FACTOR, _SLOW_S = 5.0, 1.0  # a call that takes so many times as long as others' did last, and so many seconds, is of a slow engine
 _BESIDE = 1000  # numbers of engines on spares' devices begin here
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # before an engine that did not start is started again
 
@@ -58,6 +59,8 @@ class RolloutPool:
         self._calls: dict[Any, tuple[str, float]] = {}
         self._builds = itertools.count(1)
         self._restarts, self._count, self._places = config.engine_restarts, config.engines, places
+        self._took: dict[str, float] = {}           # seconds of an engine's last call
+        self._moved: dict[str, list[str]] = {}      # what slow engines are still at, although it was given to others
         self._beside: dict[int, str] = {}  # engines on the devices of idle spares
         self._coming: set[int] = set()   # numbers of engines that are being started
         self._untried: set[int] = set()  # of them, those that neither started nor failed so far
@@ -320,7 +323,7 @@ class RolloutPool:
             living = [name for name, engine in self._requests.engines.items() if engine.state in (EngineState.READY, EngineState.STALE)]
             for name in living:
                 self._requests.asleep(name)
-        calls = {self._host.submit(name, None, "sleep"): name for name in living}
+        calls = {self._host.submit(name, None, "sleep", self._moved.pop(name, [])): name for name in living}
         self._await(calls, "did not leave its device", lambda call, name: self._host.result(call, name, "sleep"))
 
     def _await(self, calls: dict[Any, str], what: str, take: Callable[[Any, str], object]) -> None:
@@ -380,6 +383,7 @@ class RolloutPool:
                 for call in self._host.wait(self._calls, _IDLE_S):
                     self._take_back(call)
                 now = time.monotonic()
+                self._relieve(now)
                 for name in [n for n, since in self._calls.values() if now - since > self._config.call_timeout_s]:
                     self._forget_calls(name)
                     self._processes.expel(name, f"made no {self._config.tokens_per_call} tokens in {self._config.call_timeout_s:g} s "
@@ -401,11 +405,23 @@ class RolloutPool:
                 if engine.has:
                     orders.append((name, new, engine.sampling))
         for name, new, sampling in orders:
-            call = self._host.submit(name, None, "advance", new, sampling, self._config.tokens_per_call)
+            call = self._host.submit(name, None, "advance", new, sampling, self._config.tokens_per_call, self._moved.pop(name, []))
             self._calls[call] = name, time.monotonic()
 
+    def _relieve(self, now: float) -> None:
+        """What a slow engine has goes to those that are idle; a prompt's noise is its own, so the samples are the same."""
+        with self._changed:
+            idle = [name for name in self._requests.idle if name in self._took]
+            for name, since in self._calls.values() if idle else ():
+                limit = max(_SLOW_S, _SLOW_FACTOR * max(self._took[other] for other in idle))
+                if now - since > limit and (moved := self._requests.move(name)):
+                    self._moved[name] = self._moved.get(name, []) + moved
+                    self._events.emit("rollout_moved", engine=name, samples=len(moved), seconds=now - since)
+                    return
+
     def _take_back(self, call: Any) -> None:
-        name, _ = self._calls.pop(call)
+        name, since = self._calls.pop(call)
+        self._took[name] = time.monotonic() - since
         try:
             pieces = self._host.result(call, name, "advance")
         except (ProcessEnded, EverstepError) as error:

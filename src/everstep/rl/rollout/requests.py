@@ -155,6 +155,19 @@ class Requests:
             self.dropped.pop(sample, None)
         return {name: samples for name, samples in running.items() if samples}
 
+    def move(self, slow: str) -> list[str]:
+        """An engine that is slow loses what it has to whoever is free: it goes back to the front of the queue. Returns the samples, of which
+        the engine must be told that they are not its own any more."""
+        engine = self.engines[slow]
+        moved, engine.has = list(engine.has), {}
+        self._queue.extendleft(self._open[sample] for sample in reversed(moved))
+        return moved
+
+    @property
+    def idle(self) -> list[str]:
+        """Ready, with nothing to do, and nothing waits for them."""
+        return [n for n, e in self.engines.items() if e.state is EngineState.READY and not e.has] if not self._queue else []
+
     def void(self) -> list[str]:
         """The run went back to an older step: everything is forgotten, and no engine's weights are current, whatever their number. Returns
         the engines that are at something; they must end, for they would go on with it."""

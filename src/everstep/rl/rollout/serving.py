@@ -57,8 +57,10 @@ class EngineWorker:
         except Exception as error:
             raise WorkerFailed(f"rollout engine {self.worker_id} failed in {method}: {type(error).__name__}: {error}") from error
 
-    def advance(self, new: Sequence[Pending], sampling: Sampling, tokens: int) -> Pieces:
-        """Take ``new`` sequences, and make up to ``tokens`` tokens for each that the engine has."""
+    def advance(self, new: Sequence[Pending], sampling: Sampling, tokens: int, moved: Sequence[str] = ()) -> Pieces:
+        """Drop those that were ``moved`` to other engines, take ``new`` sequences, and make up to ``tokens`` tokens for each that the engine
+        has."""
+        self._decoder.cancel(moved)
         self._decoder.add(new, sampling)
         with self._in_phase("generate", self._rollout.version or 0):
             pieces = self._decoder.advance(tokens)
@@ -86,8 +88,10 @@ class EngineWorker:
                          seconds=time.monotonic() - start, way=counter.way)
         return counter.nbytes
 
-    def sleep(self) -> None:
-        """Leave the device to whoever shares it: weights and cache go, until weights are received again. Nothing may be under way."""
+    def sleep(self, moved: Sequence[str] = ()) -> None:
+        """Leave the device to whoever shares it: weights and cache go, until weights are received again. Nothing may be under way but what
+        was ``moved`` to other engines."""
+        self._decoder.cancel(moved)
         if len(self._decoder):
             raise WorkerFailed(f"rollout engine {self.worker_id} was asked to sleep with {len(self._decoder)} sequences under way")
         self._rollout.sleep()

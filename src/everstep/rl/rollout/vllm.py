@@ -176,6 +176,13 @@ class VllmSequences:
             response.seconds = seconds
         return {sample: (response, sample in complete) for sample, response in gained.items()}
 
+    def cancel(self, sample_ids: Collection[str]) -> None:
+        running = [sample for sample in sample_ids if sample in self._running]
+        if running:
+            self._llm.abort_request(running)
+        for sample in running:
+            del self._running[sample]
+
     def restart(self) -> None:
         if self._running:
             self._llm.abort_request(list(self._running))

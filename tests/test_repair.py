@@ -181,6 +181,16 @@ def test_through_ray_whatever_dies_in_a_repair(case, model, tmp_path):
     prove(dataclasses.replace(case, more=(*case.more, *held)), model, tmp_path, through_ray=True)
 
 
+def test_a_spare_rehearses_and_is_as_good_as_one_that_did_not(model, tmp_path):
+    """In a layout that a spare alone does not have (tensor and sequence parallel)."""
+    run = finish(config(SFT, tmp_path / "run", *BASE, *SHAPES["tp2"], "layout.spares=1", f"model.path={model}", "recovery.rehearse=always", RESTART,
+                        f"faults=[{kill(4, 'reduce', 1, 1)}]"), host=ForkedHost)
+    assert_invariants(run, steps=24)
+    first, *_ = run.kind("rehearsed")
+    assert first.who == "w4" == run.kind("spare_used")[0]["spare"] and 0 < first["seconds"] < 30 and not run.kind("error")
+    assert by_position(run, len(run.kind("commit")[-1]["members"])) == undisturbed(model, "tp2")
+
+
 # -- planned leaves ---------------------------------------------------------------------------------------------------------------
 
 

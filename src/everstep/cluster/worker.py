@@ -27,7 +27,7 @@ from everstep.checkpoint.memory import Stamp
 from everstep.checkpoint.shelf import Address
 from everstep.checkpoint.storage import place
 from everstep.checkpoint.writer import RankWriter, Ticket
-from everstep.cluster import orphaned
+from everstep.cluster import orphaned, rehearsal
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.formation import Formation, Life, called_off
 from everstep.cluster.group import Role
@@ -263,6 +263,11 @@ class Worker:
             self.keeping.copy(self._state)
         how = formation.start if formation.start == "peer" else self.config.model.init
         self.events.emit("model_ready", replica=replica, rank=rank, source="heal" if how == "peer" else how)
+
+    def rehearse(self) -> None:
+        """Of a spare that nobody needs at present (:mod:`everstep.cluster.rehearsal`)."""
+        if self._formation is None and self._kept is None and rehearsal.wanted(self.config, self.device):
+            rehearsal.rehearse(self.config, self._source.hf_config, self.device, self.events)
 
     def leave(self) -> None:
         """Drop all groups, now: closed sockets are how ranks that still wait for this one learn that it left. A clean state

@@ -29,7 +29,7 @@ from everstep.checkpoint.storage import place
 from everstep.checkpoint.writer import RankWriter, Ticket
 from everstep.cluster import orphaned, rehearsal
 from everstep.cluster.batch import TrainingBatch
-from everstep.cluster.formation import Formation, Life, called_off
+from everstep.cluster.formation import Formation, Meant, called_off
 from everstep.cluster.group import Role
 from everstep.cluster.island import Island, Round, RoundWork, without_participants
 from everstep.cluster.keeping import Keeping, restored_from_disk
@@ -131,12 +131,13 @@ class Worker:
         self._kept: Kept | None = None
         self._entered = threading.Event()  # a view has included this worker in its present formation
         self.layout = derive.layout(config)
+        self.calls = orphaned.Calls()
         self.keeping = Keeping(config, self.layout, worker_id, copies, control, self.store, events)
         self.on_expelled: Callable[[], None] = self._abort_collectives  # this life is no member any more; on the control thread
         self._writer = RankWriter(self.store.open, device, events)
         self.victim = Victim(worker_id, events, control.fault_word, lambda: "step {}, {}".format(*control.where))
         control.on_record, control.on_fenced = self._on_record, self._fenced
-        control.describe, control.on_adopted = lambda: orphaned.describe(self), lambda found: orphaned.adopted(self, found)
+        control.describe, control.on_adopted = lambda incarnation: orphaned.describe(self, incarnation), lambda found: orphaned.adopted(self, found)
         control.on_order, control.on_phase = self.victim.obey, self.victim.enter
         control.on_diagnose = lambda folder: diagnosis.write_collectives(folder, worker_id)
         events.emit("process_start", device=str(device))
@@ -209,6 +210,7 @@ class Worker:
         if kept:
             kept.move_to_host(self.config.engine.offload)
         self._entered.clear()
+        self.calls.renew()
         self._rollout_weights = None
         size = len(formation.workers)
         os.environ.update(
@@ -322,15 +324,17 @@ class Worker:
 
     # -- calls ---------------------------------------------------------------------------------------------------------------
 
-    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], life: Life | None = None) -> Any:
+    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], meant: Meant | None = None) -> Any:
         """Call a public method; tells a broken replica (another rank is gone) from a failure of the method itself.
 
-        ``life``: which formation of which replica the call is for. One that was queued for a former life is refused: no other
-        rank makes it now.
+        ``meant``: which formation of which replica the call is for, and beside which coordinator it was made. One that was queued for a
+        former life, or by a controller that is gone, is refused: no other rank makes it now.
         """
         cpu.enter_thread()
-        if life is not None and (self._formation is None or self._formation.life != life):
-            raise ReplicaBroken(f"replica {life[0]}: {method} was called in its life {life[1]}, which is over")
+        if meant is not None:
+            if self._formation is None or self._formation.life != meant[:2]:
+                raise ReplicaBroken(f"replica {meant[0]}: {method} was called in its life {meant[1]}, which is over")
+            self.calls.begin(method, meant[2])
         function = getattr(self, method, None)
         if method.startswith("_") or not callable(function):
             raise WorkerFailed(f"worker has no public method {method!r}")
@@ -552,6 +556,10 @@ class Worker:
         rng.restore(sharded.rng_states(index, replica, rank), self.device)
         self.events.emit("load", step=version, path=address)
         self.keeping.copy(self.state)
+
+    def version(self) -> int | None:
+        """The step whose state this rank holds."""
+        return self.state.version
 
     def restore_copy(self, version: int, epoch: tuple[int, int], source: Address | None) -> bool:
         """Go back to a copy in this node's memory, or in that of the node whose shelf is at ``source``; False if it is not there any more."""

@@ -87,7 +87,7 @@ def prove(rows: list[Row], folder: Path, calm: Path, *more: str, replicas: int =
     assert len(run.kind("death")) == len(rows)
     check_iterations(run)
     left = len(run.kind("commit")[-1]["members"])
-    assert by_position(run, left) == undisturbed(calm, *more)
+    assert by_position(run, left) == undisturbed(calm, *(m for m in more if not m.startswith("recovery.memory")))
     assert gone(run.pids)
     return run
 
@@ -147,6 +147,15 @@ def test_the_table_of_deaths_is_what_it_says():
 ], ids=lambda rows: "-then-".join(map(str, rows)))
 def test_two_deaths(rows, calm, tmp_path):
     prove(rows, tmp_path, calm, spares=2)
+
+
+@pytest.mark.parametrize(("every", "step", "back"), [(4, FIRST + 4, 8), pytest.param(3, FIRST + 2, 6, marks=pytest.mark.full),
+                                                     pytest.param(3, FIRST + 5, 9, marks=pytest.mark.full)])
+def test_one_replica_goes_back_into_an_iteration_and_makes_no_sample_again(every, step, back, calm, tmp_path):
+    """Into the one before (whose record waited for it), into the middle of this one, to its begin: copies are made every few steps."""
+    run = prove([Row("compute", step, replica=0)], tmp_path, calm, f"recovery.memory_checkpoint_every={every}", replicas=1)
+    (rolled,) = run.kind("rollback")
+    assert rolled.step == back and "the copy in memory" in rolled["cause"]
 
 
 @pytest.mark.full
@@ -236,12 +245,18 @@ def test_a_record_that_was_damaged_meanwhile_is_made_again(calm, tmp_path):
 
 
 @pytest.mark.full
-def test_under_torchrun_the_bits_are_the_same(calm, tmp_path):
-    """Every rank runs the recipe, and rewards are computed in the lead beside the ranks all the same."""
+def test_under_torchrun_a_kill_and_a_resume_change_no_bit(calm, tmp_path):
+    """Every rank runs the recipe, and rewards are computed in the lead beside the ranks all the same. A death in a step of the critic ends
+    all ranks; the resumed run finishes the iteration with the samples that it had."""
     same = ["layout.tp=2", "engine.sequence_parallel=true"]
-    started = command(["train", PPO, *QUIET, *SMALL, *same, f"run_dir={tmp_path}/run", "launcher=local", "layout.replicas=1", "layout.spares=0", "faults=[]"])
-    _, err = started.communicate(timeout=240)
-    assert started.returncode == 0, err[-2000:]
+    begin = ["train", PPO, *QUIET, *SMALL, *same, f"run_dir={tmp_path}/run", "launcher=local", "layout.replicas=1", "layout.spares=0",
+             "checkpoint.every_steps=1", "checkpoint.asynchronous=false"]
+    killed = command([*begin, f"faults=[{Row('compute', FIRST + 2, replica=0, rank=1).fault()}]"])
+    _, err = killed.communicate(timeout=140)
+    assert killed.returncode == 3 and "was killed by SIGKILL; continue with resume=auto" in err
+    resumed = command([*begin, "faults=[]", "resume=auto"])
+    _, err = resumed.communicate(timeout=140)
+    assert resumed.returncode == 0, err[-2000:]
     run = Finished(tmp_path / "run", read_events(tmp_path / "run" / "events"))
     assert_invariants(run, steps=STEPS)
     check_iterations(run)

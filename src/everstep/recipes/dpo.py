@@ -22,7 +22,7 @@ def train(run: Run) -> None:
         pairs.load_state_dict(run.state["pairs"])  # the reference model is in the checkpoint
     else:
         group.call("pass_through", "keep_reference")
-    state = lambda: {"pairs": pairs.state_dict()}
+    state = lambda: {"pairs": pairs.state_dict(), "best": run.best}
     run.start(total, "step", group.committed_step)
 
     while group.committed_step < total:
@@ -30,7 +30,7 @@ def train(run: Run) -> None:
         batch = with_reference(run, data.batch(pairs.take(config.dpo.pairs_per_step)))
         watch.lap("timing_s/ref")
         lr = learning_rate(config.optimizer, group.committed_step + 1, total)
-        result = group.train_step(batch, loss, lr, state={"pairs": pairs.state_dict(more=config.dpo.pairs_per_step)})
+        result = group.train_step(batch, loss, lr, state=state() | {"pairs": pairs.state_dict(more=config.dpo.pairs_per_step)})
         pairs.mark_trained(config.dpo.pairs_per_step)
         tokens = sum(batch.token_counts())
         watch.lap("timing_s/step")
@@ -45,6 +45,8 @@ def train(run: Run) -> None:
             watch.lap("timing_s/testing")
         run.log(result.step, metrics | watch.seconds, show_at=result.step)
         run.verify_if_due()
+        if "val/loss" in metrics:
+            run.save_if_best(-metrics["val/loss"], state)
         run.save_if_due(state, last=last)
 
     run.save_if_due(state, last=True)

@@ -28,7 +28,8 @@ from everstep.telemetry.trackers import SampleRow
 class Run:
     """One run of a recipe. Only the lead process has a console and writes metrics; the others have None.
 
-    ``saved_step``: of the newest checkpoint, from which ``checkpoint.every_steps`` counts.
+    ``saved_step``: of the newest checkpoint, from which ``checkpoint.every_steps`` counts. ``when_done``: called in every process once the
+    run is complete, and no death can lead back into it.
     """
 
     config: Config
@@ -39,6 +40,7 @@ class Run:
     events: EventLog | None
     saved_step: int
     ongoing: Ongoing = field(default_factory=Ongoing)
+    when_done: Callable[[], object] = lambda: None
     summary: dict[str, float] = field(default_factory=dict)  # numbers for the closing table, by name
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from everstep.checkpoint import manifest
 from everstep.cluster.forked import ForkedHost
 from everstep.config.check import check_plan
 from everstep.errors import EverstepError
-from everstep.rl.stages import reward
+from everstep.rl.stages import advantages, reward
 from everstep.telemetry.events import read_events
 
 pytestmark = [pytest.mark.timeout(300)]
@@ -43,10 +43,15 @@ def slow(context, samples):
     return reward(context, samples)
 
 
+def slow_too(context, samples):
+    time.sleep(0.15)
+    return advantages(context, samples)
+
+
 def slow_rewards(conf):
     from everstep.rl.pipeline import standard
 
-    return standard(conf).replace("reward", slow)
+    return standard(conf).replace("reward", slow).replace("advantages", slow_too)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +121,7 @@ def inside(run: Finished, stage: str) -> bool:
 
 
 ROWS = [
-    Row("rollout"), Row("reward", delay_s=0.03), Row("logprobs"), Row("values"), Row("advantages"),
+    Row("rollout"), Row("reward", delay_s=0.03), Row("logprobs"), Row("values"), Row("advantages", delay_s=0.03),
     Row("compute", FIRST), Row("reduce", FIRST + 1, hold=True), Row("commit", FIRST + 1),  # the actor; between the two updates
     Row("compute", FIRST + 2), Row("vote", FIRST + 2, hold=True), Row("apply", FIRST + 3), Row("commit", FIRST + 3),
     Row("reduce", FIRST + 2, hold=True, replica=0), Row("logprobs", hold=True, replica=0), Row("compute", FIRST + 3, kind="exit"),
@@ -127,8 +132,8 @@ TELLING = {"kill-reward-6", "kill-values-6", "kill-commit-7", "kill-compute-8"}
 @pytest.mark.parametrize("row", [pytest.param(r, id=f"{r}-{r.replica}", marks=[] if str(r) in TELLING else [pytest.mark.full]) for r in ROWS])
 def test_a_death_anywhere_in_an_iteration_changes_no_bit_of_either_model(row, calm, tmp_path):
     run = prove([row], tmp_path, calm)
-    if row.phase == "reward":
-        assert inside(run, "reward")
+    if row.phase in ("reward", "advantages"):
+        assert inside(run, row.phase)
     if row.phase in ("rollout", "logprobs", "values"):
         assert row.phase in run.kind("fault")[0]["found"]
     join = run.kind("heal_done")

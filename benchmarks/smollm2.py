@@ -1,7 +1,7 @@
 """A real model on one device: SmolLM2-135M-Instruct learns a verifiable task by GRPO, and its only rank is killed on the way.
 
     python -m benchmarks.smollm2 --out smollm2.json --picture smollm2.png               one GPU, a few minutes
-    python -m benchmarks.smollm2 --model FOLDER rl.iterations=120 optimizer.lr=2e-5     FOLDER: config.json and safetensors, or one .gguf
+    python -m benchmarks.smollm2 --model FOLDER rl.iterations=120 optimizer.lr=1e-5     FOLDER: config.json and safetensors, or one .gguf
     python -m benchmarks.smollm2 --quick                                                without a GPU: does it run
 
 One replica of one rank, because a device is one rank's (NCCL joins no two ranks on one device) and here there is one device. So nobody
@@ -79,7 +79,7 @@ def settings(quick: bool) -> list[str]:
     if quick:
         return [*one, "recovery.memory_checkpoint_every=2", "rl.eval_every=2", "rollout.samples_per_batch=8", "rl.prompts_per_step=2", "rl.samples_per_prompt=4", "device=cpu"]
     return [
-        *one, "device=cuda", "model.dtype=bfloat16", "optimizer.lr=1e-5", "rl.prompts_per_step=64", "rl.samples_per_prompt=8", "train.micro_batch_size=64",
+        *one, "device=cuda", "model.dtype=bfloat16", "optimizer.lr=2e-5", "rl.prompts_per_step=64", "rl.samples_per_prompt=8", "train.micro_batch_size=64",
         "rollout.samples_per_batch=512", "rollout.temperature=1.0", "rollout.max_response_tokens=16", "rl.eval_every=8",
         "recovery.memory_checkpoint_every=5", "checkpoint.every_steps=20", "telemetry.show_completions=1",
     ]  # fmt: skip

@@ -164,6 +164,18 @@ def test_one_replica_goes_back_into_an_iteration_and_makes_no_sample_again(every
 
 
 @pytest.mark.full
+def test_a_death_in_the_evaluation_before_training_changes_neither_its_result_nor_training(calm, tmp_path):
+    evaluation = ["rl.eval_before=true", "data.eval_source=everstep.data.digits:sort_prompts", "rollout.eval_samples=64", "rl.eval_every=1"]
+    run = prove([Row("rollout", WARM + 1)], tmp_path, calm, *evaluation)
+    (fault,), first = run.kind("fault"), next(e for e in run.kind("metrics") if "val-core/acc/mean@1" in e["values"])
+    assert fault.t_wall < first.t_wall and first.step == WARM
+    whole = finish(config(PPO, tmp_path / "whole", *SMALL, *evaluation, "layout.replicas=1", "layout.spares=0", "faults=[]"), host=ForkedHost)
+    found = [[(e.step, e["values"][f"val-core/{what}/mean@1"]) for e in each.kind("metrics") if f"val-core/{what}/mean@1" in e["values"]]
+             for each in (run, whole) for what in ("acc", "reward")]
+    assert found[:2] == found[2:] and len(found[0]) == 1 + ITERATIONS
+
+
+@pytest.mark.full
 def test_no_spare_is_left_and_one_replica_finishes(calm, tmp_path):
     run = prove([Row("compute", FIRST + 2)], tmp_path, calm, spares=0)
     assert run.kind("commit")[-1]["members"] == [0]

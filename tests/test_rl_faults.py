@@ -84,21 +84,22 @@ def calm(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("calm")
 
 
-def prove(rows: list[Row], folder: Path, calm: Path, *more: str, replicas: int = 2, spares: int = 1) -> Finished:
+def prove(rows: list[Row], folder: Path, calm: Path, *more: str, replicas: int = 2, spares: int = 1, anew: int = 0) -> Finished:
     faults = f"faults=[{', '.join(row.fault() for row in rows)}]"
     run = finish(config(PPO, folder / "run", *SMALL, *more, f"layout.replicas={replicas}", f"layout.spares={spares}", faults), host=ForkedHost)
     assert_invariants(run, steps=STEPS)
     assert [(f["phase"], f["kind"]) for f in run.kind("fault")] == [(row.phase, row.kind) for row in rows]
     assert len(run.kind("death")) == len(rows)
-    check_iterations(run)
+    check_iterations(run, anew)
     left = len(run.kind("commit")[-1]["members"])
     assert by_position(run, left) == undisturbed(calm, *(m for m in more if not m.startswith("recovery.memory")))
     assert gone(run.pids)
     return run
 
 
-def check_iterations(run: Finished) -> None:
-    """Each iteration made its samples once, and trained each of them once with either model; nothing is left behind."""
+def check_iterations(run: Finished, anew: int = 0) -> None:
+    """Each iteration made its samples once (the iteration ``anew`` twice), and trained each of them once with either model; nothing is left
+    behind."""
     begun = {e.step: e for e in run.kind("begin") if "iteration" in e.fields}
     for iteration in range(1, ITERATIONS + 1):
         steps = [e for e in begun.values() if e["iteration"] == iteration]
@@ -106,7 +107,7 @@ def check_iterations(run: Finished) -> None:
         uses = [[s.split("/", 2)[2] for e in steps if e["model"] == model for s in e["samples"]] for model in ("actor", "critic")]
         assert sorted(uses[0]) == sorted(uses[1]) and len(set(uses[0])) == 32
         names = [e["name"] for e in run.kind("stage") if e["iteration"] == iteration]
-        assert sorted(names) == sorted(["rollout", "reward", "old_logprob", "ref_logprob", "values", "advantages"])
+        assert sorted(names) == sorted(["rollout", "reward", "old_logprob", "ref_logprob", "values", "advantages"] * (1 + (iteration == anew)))
     assert not list((run.folder / "iterations").iterdir())
 
 
@@ -154,11 +155,12 @@ def test_two_deaths(rows, calm, tmp_path):
     prove(rows, tmp_path, calm, spares=2)
 
 
-@pytest.mark.parametrize(("every", "step", "back"), [(4, FIRST + 4, 8), pytest.param(3, FIRST + 2, 6, marks=pytest.mark.full),
-                                                     pytest.param(3, FIRST + 5, 9, marks=pytest.mark.full)])
-def test_one_replica_goes_back_into_an_iteration_and_makes_no_sample_again(every, step, back, calm, tmp_path):
-    """Into the one before (whose record waited for it), into the middle of this one, to its begin: copies are made every few steps."""
-    run = prove([Row("compute", step, replica=0)], tmp_path, calm, f"recovery.memory_checkpoint_every={every}", replicas=1)
+@pytest.mark.parametrize(("every", "step", "back", "anew"), [(4, FIRST + 4, 8, 3), pytest.param(3, FIRST + 2, 6, 0, marks=pytest.mark.full),
+                                                             pytest.param(3, FIRST + 5, 9, 0, marks=pytest.mark.full)])
+def test_one_replica_goes_back_into_an_iteration_and_finishes_it_with_its_samples(every, step, back, anew, calm, tmp_path):
+    """Into the one before, whose record waited for it (so the next one is made anew, after its last update); into the middle of this one; to
+    its begin. Copies are made every few steps."""
+    run = prove([Row("compute", step, replica=0)], tmp_path, calm, f"recovery.memory_checkpoint_every={every}", replicas=1, anew=anew)
     (rolled,) = run.kind("rollback")
     assert rolled.step == back and "the copy in memory" in rolled["cause"]
 

@@ -70,6 +70,7 @@ def test_a_run_that_was_interrupted_goes_on_with_the_same_prompts_and_the_same_c
     coefs = [row["actor/reward_kl_penalty_coeff"] for step, row in sorted(rows(run).items()) if step > 6]
     assert coefs == [row["actor/reward_kl_penalty_coeff"] for step, row in sorted(rows(whole).items()) if step > 6]
     assert coefs[0] == 0.05 and len(set(coefs)) == 4
+    assert all(row["timing_s/gen"] > row["timing_s/reward"] > 0 for step, row in rows(run).items() if step > 6)
     assert rows(run)[10]["train/num_gen_batches"] > 1 and rows(run)[10]["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=0.01)
     table = pq.read_table(run.folder / "samples" / "step-000010.parquet").to_pylist()
     assert len(table) == 8 and table[0].keys() == {"sample_id", "prompt", "completion", "reward"}

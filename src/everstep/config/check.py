@@ -384,6 +384,8 @@ def _check_recipe(config: Config) -> None:
             f"recipe={config.recipe} with data.format={config.data.format}: pairs are for recipe=dpo, and it takes nothing else; set "
             "recipe=dpo and data.format=preference, or neither"
         )
+    if config.recipe == "dpo" and config.dpo.label_smoothing and config.dpo.loss != "sigmoid":
+        raise ConfigError(f"dpo.label_smoothing={config.dpo.label_smoothing} belongs to dpo.loss=sigmoid (it is {config.dpo.loss}); set it to 0")
     if not derive.is_rl(config):
         return
     rl, warmup = config.rl, config.warmup

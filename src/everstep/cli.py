@@ -37,9 +37,8 @@ class _Commands(typer.core.TyperGroup):
 app = typer.Typer(
     name="everstep",
     cls=_Commands,
-    help="Post-training of language models that survives the death of any process.",
-    epilog="KEY=VALUE overrides (or --KEY VALUE) follow CONFIG. Exit codes: 0 done, "
-    "2 bad input, 3 resumable, 4 invariant violated, 130 interrupted.",
+    help="\b\nPost-training of language models that survives the death of any process.\n"
+    "Exit: 0 done, 2 bad input, 3 resumable, 4 invariant violated, 130 interrupted.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -80,6 +79,63 @@ def train(
 
     again = ["-m", "everstep", *same]
     return run_recipe(loaded, program=again, clean=clean, attach=attach)
+
+
+@app.command(context_settings=_OVERRIDES)
+def up(
+    config: Config_,
+    overrides: Overrides = None,
+    clean: Annotated[bool, typer.Option("--clean", help="Delete what an earlier run left in run_dir.")] = False,
+    debug: Debug = False,
+) -> int:
+    """Train without Ray: all replicas on this machine, each a torchrun.
+
+    Starts a lighthouse and one process for each replica, with devices of its own,
+    and starts anew what dies. What they print goes to RUN/logs/latest.
+    """
+    from everstep.config.load import load_config
+
+    given = [*(overrides or []), "launcher=local"]
+    loaded = load_config(config, given)
+    from everstep.driver import run_replicas
+
+    again = ["-m", "everstep", "train", config, *given, *(["--clean"] * clean), *(["--debug"] * debug)]
+    return run_replicas(loaded, again, clean)
+
+
+@app.command()
+def lighthouse(
+    bind: Annotated[str, typer.Option(help="Address to listen on; torchft's ADDRESS:PORT also.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Of torchft's server; the two after it are ours.")] = 29510,
+    min_replicas: Annotated[int, typer.Option("--min-replicas", "--min_replicas", help="That a run waits for to begin.")] = 1,
+    quorum_tick_ms: Annotated[int, typer.Option("--quorum-tick-ms", "--quorum_tick_ms", help="Between looks at the quorum, ms.")] = 100,
+    join_timeout_ms: Annotated[
+        int, typer.Option("--join-timeout-ms", "--join_timeout_ms", help="For stragglers at the start of a run, ms.")
+    ] = 60_000,
+    heartbeat_timeout_ms: Annotated[
+        int, typer.Option("--heartbeat-timeout-ms", "--heartbeat_timeout_ms", help="Until torchft counts one out, ms.")
+    ] = 5000,
+    debug: Debug = False,
+) -> int:
+    """Where replicas started one by one find each other.
+
+    Torchft's lighthouse and, one port up, the coordinator of one run after the
+    other. Replicas find it by TORCHFT_LIGHTHOUSE. Runs until it gets SIGTERM. Can
+    be killed and started again on the same port: training waits, and goes on.
+    """
+    import signal
+    import threading
+
+    from everstep.cluster.lighthouse import serve
+
+    host, _, digits = bind.rpartition(":")
+    if host and digits.isdecimal():
+        bind, port = host, int(digits)
+    until = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: until.set())
+    serve(bind, port, min_replicas, quorum_tick_ms, join_timeout_ms, heartbeat_timeout_ms, lambda text: print(text, flush=True), until)
+    return 0
 
 
 @app.command(context_settings=_OVERRIDES)

@@ -16,23 +16,24 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from everstep.checkpoint import memory, saving
+from everstep.checkpoint import saving
 from everstep.checkpoint.saving import RankOf, SavedRun, Saver, WriterLost
 from everstep.checkpoint.storage import CheckpointError
 from everstep.cluster import succession
 from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.copies import Copies
 from everstep.cluster.crew import Crew
-from everstep.cluster.dispatch import get_dispatch, mesh_of, ranks_of
+from everstep.cluster.dispatch import get_dispatch, ranks_of
 from everstep.cluster.endpoint import Endpoint
 from everstep.cluster.formation import Formation
-from everstep.cluster.group import Role, StepResult
+from everstep.cluster.group import InOnePlace, StepResult
 from everstep.cluster.host import Host, ProcessEnded, Sharing, WorkerSpec
-from everstep.cluster.island import Round
 from everstep.cluster.owed import POLL_S, Owed, all_done, gather
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.rollback import Rollback
-from everstep.cluster.slots import cut_round, cut_slots, require_synchronous, sample_ids
+from everstep.cluster.slots import sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
+from everstep.cluster.verbs import Arguments, Slots, Verbs
 from everstep.cluster.watch import Watch
 from everstep.config import derive
 from everstep.config.schema import Config, Fault
@@ -66,13 +67,11 @@ T = TypeVar("T")
 _DEATH_CONFIRM_S = 30.0
 
 
-class Controller:
+class Controller(InOnePlace, Verbs):
     """The :class:`everstep.cluster.group.Group` of a run that has one controller. Closes ``host``, also if it cannot start.
 
     ``attach``: in the place of starting workers, take over those of a dead controller of this run (recovery.controller_grace_s).
     """
-
-    is_lead = True
 
     def __init__(
         self, config: Config, run_dir: RunDir, events: EventLog, host: Host, on_record: Callable[[Record], None] | None = None,
@@ -86,8 +85,10 @@ class Controller:
         self._stage = ""
         self.recipe_state: dict[str, Any] = {}
         self._closed = False
+        self._in_step, self._interrupted = False, ""
         self._went_back: RolledBack | None = None  # not told to the recipe yet
-        self._rollback = Rollback(host, config, lambda worker: worker in self.server.dead)
+        self._copies = Copies(config, run_dir, lambda: host.infos, lambda worker: worker in self.server.dead, lambda: self._crew.spares)
+        self._rollback = Rollback(host, config, self._copies, lambda worker: worker in self.server.dead)
         self.closing = contextlib.ExitStack()
         self._crew = Crew(config, host, events, lambda: self.server, self._spec, self._struck, self._is_engine, self._watch.finish_diagnosis)
         self._endpoint: Endpoint | None = None
@@ -114,7 +115,8 @@ class Controller:
         # Without recovery the first death leaves fewer replicas than the run needs.
         coordinator = Coordinator(
             log.incarnation, 0, recovery.min_replicas if recovery.enabled else self.layout.replicas, Mode(recovery.mode),
-            recovery.standby_links_up_to if recovery.enabled else 0, recovery.quarantine_after,
+            recovery.standby_links_up_to if recovery.enabled else 0, recovery.quarantine_after, recovery.non_finite == "stop",
+            rotates=config.semisync.method == "none",
         )
         token = self._token = secrets.token_hex(16)
         listener = Listener(
@@ -126,6 +128,7 @@ class Controller:
             recovery.heartbeat_s, judge(recovery), judge_every_s(recovery),
         )
         self._store = store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self._copies.open(store)
         connect = lambda: dist.TCPStore(host, store.port, is_master=False, timeout=timedelta(seconds=60))
         self._saver = Saver(self.config, self.layout, self._events, connect, lambda worker: self.server.dead.get(worker))
         if attach:
@@ -202,14 +205,14 @@ class Controller:
         assert self._server is not None
         return self._server.address
 
-    def close(self) -> None:
+    def close(self, status: str = "done") -> None:
         if self._closed:
             return
         self._closed = True
         with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails
             if self._server:
                 last_first.callback(rendezvous.withdraw, self._run_dir.path)
-                last_first.callback(memory.remove, memory.folder_of(self._run_dir.path, self._run_dir.attempt))
+                last_first.callback(self._copies.closed)
             last_first.callback(self.closing.close)
             last_first.callback(self._host.close)
             last_first.callback(self._watch.close)
@@ -224,6 +227,7 @@ class Controller:
                 last_first.callback(self._server.close)
             if self._saver:
                 last_first.callback(self._saver.give_up)
+            last_first.callback(self._copies.close)
             self._store = None
 
     # -- verbs ---------------------------------------------------------------------------------------------------------------
@@ -279,10 +283,7 @@ class Controller:
     def rollout(self, prompts: TrainingBatch, sampling: Sampling) -> TrainingBatch:
         pool = self._pool
         if pool is None:
-            completed: TrainingBatch = self.call(
-                mesh_of(self.config.recovery, sampling.samples_per_batch), "generate", prompts, sampling
-            )
-            return completed
+            return super().rollout(prompts, sampling)
         start = time.monotonic()
         if not pool.has(prompts.sample_ids):
             self.rollout_ahead(prompts, sampling)
@@ -329,35 +330,18 @@ class Controller:
         if self._injector:
             self._injector.on_stage(name, self.committed_step + 1)
 
-    def train_step(
-        self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, role: Role = "actor",
-        about: Mapping[str, Any] | None = None, state: dict[str, Any] | None = None,
+    def _transact(
+        self, slots: Slots, loss: LossSpec, lr: float, method: str, arguments: Arguments, state: dict[str, Any] | None,
+        about: Mapping[str, Any],
     ) -> StepResult:
-        require_synchronous(self.config)
-        slots = cut_slots(batch, self.config.train, self.layout.dp)
-        return self._step(slots, loss, lr, "train_step", lambda step, shared: (step, shared, loss, lr, temperature, role), state, about)
-
-    def train_round(
-        self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None,
-        state: dict[str, Any] | None = None,
-    ) -> StepResult:
-        slots, bounds = cut_round(batches, self.config, rollout is not None)
-        make: Callable[[int], Round] = lambda step: Round(step, bounds, tuple(lrs), temperature)
-        return self._step(slots, loss, lrs[-1], "train_round", lambda step, shared: (make(step), shared, loss, rollout), state)
-
-    def _step(
-        self, slots: list[tuple[TrainingBatch, ...]], loss: LossSpec, lr: float, method: str,
-        arguments: Callable[[int, Any], tuple[Any, ...]], state: dict[str, Any] | None, about: Mapping[str, Any] | None = None,
-    ) -> StepResult:
-        """One transaction over ``slots``. ``arguments``: of the worker's method, from the step and the slots as the host shares them
-        (the coordinator's incarnation follows)."""
         step = self.committed_step + 1
         share = Sharing(self._host)
         shared = self._host.slots([[share(micro) for micro in slot] for slot in slots])
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + share.nbytes, self.dispatch_seconds + share.seconds
         self._crew.leaving.at_a_boundary()
         self._prepare_faults(step)
-        self.server.begin(step, sample_ids(slots), {"lr": lr} | dict(about or {}), state)
+        self._in_step = True
+        self.server.begin(step, sample_ids(slots), about, state)
         if self._injector:
             self._injector.begins(step)
         coordinator = self.server.coordinator
@@ -402,13 +386,16 @@ class Controller:
                 except (ProcessEnded, EverstepError) as error:
                     if not self._is_death(worker, member, error):
                         raise
+        self._in_step = False
+        if self._interrupted:
+            raise KeyboardInterrupt(self._interrupted)
         view = coordinator.view
         finished = {w: r for (w, member), r in reports.items() if view.member(member.replica) == member}
         if not finished:
             raise NotEnoughReplicas(f"step {step} was committed but no rank that applied it is left; resume from the last checkpoint")
         self._watch.step(step, reports, view)
         first_ranks = {self._place_of(w)[0]: r for w, r in finished.items() if self._place_of(w)[1] == 0}
-        return combine(step, list(finished.values()), list(first_ranks.values()), loss, lr, len(slots), view)
+        return combine(step, list(finished.values()), list(first_ranks.values()), loss, lr, len(slots), view.contributors)
 
     def once(self, function: Callable[..., T], *args: Any) -> T:
         return function(*args)
@@ -460,6 +447,16 @@ class Controller:
         self.server.restart_at(saved.step, saved.recipe_state)
         self.recipe_state = saved.recipe_state
         return saved.recipe_state
+
+    def interrupt(self, name: str) -> bool:
+        again, self._interrupted = bool(self._interrupted), name
+        return self._in_step and not again and self.server.coordinator.state is State.VOTING
+
+    def save_interrupted(self, saved_step: int) -> Path | None:
+        return succession.save_interrupted(self, saved_step)
+
+    def flush_copies(self) -> None:
+        self._copies.flush()
 
     def verify(self) -> str:
         while True:
@@ -540,6 +537,7 @@ class Controller:
 
     def _recorded(self, record: Record) -> None:
         self._rollback.remember(record)
+        self._copies.recorded(record)
         if record.kind is Kind.COMMIT:
             self._crew.served |= record.view.workers
             if self._injector:

@@ -139,7 +139,8 @@ def iterate(run: Run, reward: Scorer) -> None:
             run.save_if_best(held_out[BEST_BY[config.checkpoint.best_by]], state)
         run.save_if_due(state, last=iteration == rl.iterations)
         group.once(records.retire, iteration + 1, may_go_back_to(run))
-    run.when_done = lambda: group.once(records.retire, rl.iterations + 1, group.committed_step)
+    if config.recovery.memory_checkpoint_every:  # else nothing is left
+        run.when_done = lambda: group.once(records.retire, rl.iterations + 1, group.committed_step)
 
 
 def next_prompts(run: Run, prompts: SampleStream, count: int) -> TrainingBatch:
@@ -153,6 +154,10 @@ def timing(part: str) -> str:
 
 def interrupted(run: Run, records: IterationRecords, iteration: int, began_at: int) -> IterationRecord | None:
     """The record of the iteration that this run goes on with; None if the iteration begins anew."""
+    if run.group.bookmarked and iteration > 1:  # this life joins others that are behind an iteration, and looked long ago
+        if run.config.semisync.method == "none":
+            run.group.once(records.retire, iteration, may_go_back_to(run))  # what comes next in the loop that they are in
+        return None
     record: IterationRecord | None = run.group.once(records.find, iteration, began_at, settings_digest(run.config), run.note)
     run.group.once(records.retire, iteration, may_go_back_to(run))
     done = run.group.committed_step - began_at
@@ -215,7 +220,7 @@ def warm_up(run: Run, state: Callable[[], dict[str, Any]]) -> None:
     while group.committed_step * inner < config.warmup.steps:
         watch = Stopwatch()
         batches = [data.batch(stream.take(config.warmup.samples_per_step)) for _ in range(inner)]
-        result = run.train(batches, sft.LOSS, [config.warmup.lr] * inner, state=state())
+        result = run.train(batches, sft.LOSS, [config.warmup.lr] * inner, state=state() | {"began_at": group.committed_step + 1})
         stream.mark_trained(sum(map(len, batches)))
         tokens = sum(sum(batch.token_counts()) for batch in batches)
         metrics = step_metrics(result, "train", inner) | {"perf/total_num_tokens": float(tokens)}

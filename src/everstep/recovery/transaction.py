@@ -105,7 +105,8 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Kept:
-    """A committed total that a healing rank will apply once it holds the state before it. On the host, whatever the device."""
+    """A committed total that a healing rank will apply once it holds the state before it. Where it was made, if there is room: everybody
+    waits for it to be kept."""
 
     work: Work
     outcome: Outcome
@@ -113,8 +114,19 @@ class Kept:
 
     @staticmethod
     def of(work: Work, outcome: Outcome, total: Total) -> Kept:
-        gradients = [g.cpu() for g in total.gradients] if outcome is Outcome.APPLY else []
+        gradients = _copies(total.gradients) if outcome is Outcome.APPLY else []
         return Kept(work, outcome, replace(total, gradients=gradients))
+
+
+def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """On their device if as much again stays free there for whatever comes next, else in host memory."""
+    device = next((t.device for t in tensors if t.is_cuda), None)
+    if device is not None:
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if free < 2 * sum(t.nbytes for t in tensors):
+            return [t.cpu() for t in tensors]
+    return [t.clone() for t in tensors]
 
 
 @dataclass
@@ -154,9 +166,10 @@ class Transaction:
         self._dealt: int | None = None    # and those that it was first dealt
         self.holds: tuple[int, Epoch] | None = None  # the total (step, epoch) that was voted for and is kept, until it is applied
 
-    def run(self, work: Work, incarnation: int) -> StepReport:
-        """One committed step. ``incarnation``: of the coordinator beside the controller that called for it. Raises ReplicaBroken (a rank of my replica is gone), Fenced (I am expelled or the coordinator
-        is lost), Superseded (another controller calls the step anew), DeadlineExceeded."""
+    def run(self, work: Work, incarnation: int | None) -> StepReport:
+        """One committed step. ``incarnation``: of the coordinator beside the controller that called for it; None: whoever called outlives
+        coordinators, and the step goes on under the next one. Raises ReplicaBroken (a rank of my replica is gone), Fenced (I am expelled
+        or the coordinator is lost), Superseded (another controller calls the step anew), DeadlineExceeded."""
         self._seconds, self._since = {}, time.monotonic()
         self._computed, self._dealt = 0, None
         ledger, sent_bytes = work.ledger(), self._links.sent_bytes
@@ -188,6 +201,8 @@ class Transaction:
                         )
                     return self._finish(work, decision.outcome, total, attempts, sent_bytes)
                 self.holds = None
+                if not _is_finite(total):
+                    ledger.look_closely()
                 self._void(record, work.step, decision.cause)
         finally:
             self.holds = None
@@ -211,19 +226,19 @@ class Transaction:
 
     # -- one attempt -----------------------------------------------------------------------------------------------------
 
-    def _agree_on_view(self, step: int, incarnation: int) -> Record:
+    def _agree_on_view(self, step: int, incarnation: int | None) -> Record:
         """The newest record that any rank of my replica has seen; all ranks of the replica act on this one.
 
         The call of a step may arrive before the view that lets this life of the replica in: that view is waited for.
         """
         current = self._control.wait_for(
             lambda records: records[-1] if records[-1].view.committed >= step - 1 and self._has_entered(records)
-            and records[-1].view.epoch.incarnation >= incarnation else None,
+            and records[-1].view.epoch.incarnation >= (incarnation or 0) else None,
             self._config.step_timeout_s, f"the commit of step {step - 1}, and a view with build {self._build} of replica {self._replica}",
         )
         number = max(n for (n,) in self._world.agree((current.number,), f"the view of step {step}"))
         record = self._control.numbered(number, self._config.step_timeout_s)
-        if record.view.epoch.incarnation > incarnation:
+        if incarnation is not None and record.view.epoch.incarnation > incarnation:
             raise Superseded(f"step {step} was called beside coordinator {incarnation}, which is gone; the next one calls it anew")
         if cause := self._control.halted(number):
             raise Halted(f"step {step} was given up: {cause}")
@@ -346,7 +361,8 @@ class Transaction:
                    divisor=total.divisor, finite=finite, grad_norm=total.grad_norm, digest=digest)
         bits = struct.unpack("<q", struct.pack("<d", total.grad_norm))[0]
         self.holds = None if self._behind else (work.step, view.epoch)
-        self._control.vote(Vote(self._worker, work.step, view.epoch, digest, total.divisor, bits, finite, not self._behind, slots))
+        self._control.vote(Vote(self._worker, work.step, view.epoch, digest, total.divisor, bits, finite, not self._behind, slots,
+                                () if finite else ledger.spoiled()))
 
     def _finish(self, work: Work, outcome: Outcome, total: Total, attempts: int, sent_bytes: int) -> StepReport:
         self._enter(Phase.APPLY, work.step)

@@ -21,7 +21,7 @@ from typing import Any, Literal, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint import flushed, manifest, rng, saving, sharded
+from everstep.checkpoint import manifest, rng, saving, sharded
 from everstep.checkpoint.index import Index
 from everstep.checkpoint.memory import Stamp
 from everstep.checkpoint.shelf import Address
@@ -32,7 +32,7 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.formation import Formation, Meant, called_off
 from everstep.cluster.group import Role
 from everstep.cluster.island import Island, Round, RoundWork, without_participants
-from everstep.cluster.keeping import Keeping, restored_from_disk
+from everstep.cluster.keeping import Keeping
 from everstep.cluster.processes import out_of_memory
 from everstep.cluster.rank_state import Kept, WholeState, clip, with_digests_of
 from everstep.cluster.run_store import RunStore
@@ -534,12 +534,7 @@ class Worker:
     def load_shard(self, address: str, version: int, reference: bool) -> None:
         """Restore this rank from a checkpoint of any layout; an island from its own part, if that is there, else from another's."""
         folder = place(address)
-        if flushed.is_flushed(folder):
-            stamp = flushed.read(folder).stamp
-            assert stamp is not None and stamp.version == version
-            restored_from_disk(folder, self.formation.rank, stamp, self.state)
-            self.events.emit("load", step=version, path=address)
-            self.keeping.copy(self.state)
+        if self.keeping.load_flushed(folder, self.state):
             return
         if reference:
             self.keep_reference()

@@ -28,13 +28,10 @@ _LOSS = LossSpec("everstep.rl.losses:sft_loss")
 _TOKENS = 128  # of a sample at most: kernels are the same for more
 
 
-def wanted(config: Config, device: torch.device) -> bool:
-    how = config.recovery.rehearse
-    return how == "always" or (how == "auto" and device.type == "cuda")
-
-
 def rehearse(config: Config, hf_config: Any, device: torch.device, events: EventLog) -> None:
     """On a spare's main thread, while nobody needs it. One that fails is told and changes nothing: the spare is as good as without."""
+    if config.recovery.rehearse == "auto" and device.type != "cuda":
+        return
     start = time.monotonic()
     try:
         _one_step(config, hf_config, device)

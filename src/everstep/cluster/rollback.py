@@ -100,7 +100,7 @@ class Rollback:
         for rank, worker in enumerate(member.workers):
             there = found[rank][stamp]
             here = any(node(other) == node(worker) for other in there)
-            sources.append((stamp.version, stamp.epoch, None if here else self._copies.at(there[0])))
+            sources.append((stamp, None if here else self._copies.at(there[0])))
         return stamp.version if all(self._on_each(member, "restore_copy", sources)) else None
 
     def _on_all(self, member: Member, method: str, *args: Any) -> list[Any]:

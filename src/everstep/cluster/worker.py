@@ -24,7 +24,6 @@ import torch.distributed as dist
 from everstep.checkpoint import manifest, rng, saving, sharded
 from everstep.checkpoint.index import Index
 from everstep.checkpoint.memory import Stamp
-from everstep.checkpoint.shelf import Address
 from everstep.checkpoint.storage import place
 from everstep.checkpoint.writer import RankWriter, Ticket
 from everstep.cluster import orphaned, rehearsal
@@ -268,7 +267,7 @@ class Worker:
 
     def rehearse(self) -> None:
         """Of a spare that nobody needs at present (:mod:`everstep.cluster.rehearsal`)."""
-        if self._formation is None and self._kept is None and rehearsal.wanted(self.config, self.device):
+        if self._formation is None and self._kept is None:
             rehearsal.rehearse(self.config, self._source.hf_config, self.device, self.events)
 
     def leave(self) -> None:
@@ -556,9 +555,9 @@ class Worker:
         """The step whose state this rank holds."""
         return self.state.version
 
-    def restore_copy(self, version: int, epoch: tuple[int, int], source: Address | None) -> bool:
+    def restore_copy(self, stamp: Stamp, source: tuple[str, int, str] | None) -> bool:
         """Go back to a copy in this node's memory, or in that of the node whose shelf is at ``source``; False if it is not there any more."""
-        return self.keeping.restore(self.state, Stamp(version, epoch), source)
+        return self.keeping.restore(self.state, stamp, source)
 
     def memory_bytes(self) -> int:
         """Device memory in use (CUDA), or resident memory of the process (CPU)."""

@@ -132,6 +132,7 @@ def enter(config: Config, clean: bool, watching: Watching) -> Entry:
 
 
 def _register(config: Config, clean: bool, env: environment.RankEnvironment, watching: Watching) -> Entry:
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(os.environ.get("EVERSTEP_RESTARTS", "0"))
     lighthouse: Lighthouse | None = None
     if config.replica.id is None:
         token = secrets.token_hex(16)
@@ -139,12 +140,11 @@ def _register(config: Config, clean: bool, env: environment.RankEnvironment, wat
         lighthouse = Lighthouse(listener, env.master_addr, token, quorum=False, offer=watching.alerts.offer)
         address, wait_s = lighthouse.address, 60.0
     else:
-        if port := environment.manager_port():
-            check_port_free(port, "TORCHFT_MANAGER_PORT", host="")
         token = os.environ.get(TOKEN_VARIABLE, "")
         address, wait_s = Ports.parse(environment.lighthouse_address(config)).coordinator, config.lighthouse.wait_s
+        if (port := environment.manager_port()) and not restarts:  # of what a former life left there the end is waited for
+            check_port_free(port, "TORCHFT_MANAGER_PORT", host="")
     replica, nonce = config.replica.id or 0, secrets.token_hex(8)
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(os.environ.get("EVERSTEP_RESTARTS", "0"))
     head = Head(address, token, wait_s, {
         "replica": replica, "nonce": nonce, "config": config.model_dump(mode="json"), "clean": clean, "restarts": restarts,
     })

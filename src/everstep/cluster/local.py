@@ -391,6 +391,16 @@ class LocalGroup(Verbs):
         self.recipe_state = saved.recipe_state
         return saved.recipe_state
 
+    def interrupt(self, name: str) -> bool:
+        return False
+
+    def save_interrupted(self, saved_step: int) -> Path | None:
+        """Refused by the configuration: torchrun ends every rank by itself."""
+        return None
+
+    def flush_copies(self) -> None:
+        """There are none."""
+
     def mark(self, state: dict[str, Any]) -> None:
         if self._step == self._marked_step:
             return  # without a step in between, a slow replica could be two bookmarks behind, and its calls forgotten

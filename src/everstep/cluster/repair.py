@@ -42,6 +42,9 @@ class Processes(Protocol):
     def replace(self, worker: str) -> None:
         """Start another process in the place of this dead one, in the background; it comes back as a spare, or never."""
 
+    def node(self, worker: str) -> str:
+        """On which node a worker is, or was."""
+
     def note(self, event: str, **fields: Any) -> None: ...
 
 
@@ -185,8 +188,11 @@ class Repair:
                 self._processes.replace(worker)
 
     def _spare_for(self, replica: int, rank: int) -> str:
-        """A rank of a released replica goes back to where it was, if it can: it has the weights that are never trained."""
-        chosen = next((w for w in self.spares if self._former.get(w) == (replica, rank)), self.spares[0])
+        """A rank of a released replica goes back to where it was, if it can: it has the weights that are never trained. Else a spare of
+        the dead one's node, where its copies are, or of a node of its replica: tensor parallelism is fast there."""
+        workers, node = self._members[replica].workers, self._processes.node
+        near = {node(worker) for worker in workers}
+        chosen = min(self.spares, key=lambda w: (self._former.get(w) != (replica, rank), node(w) != node(workers[rank]), node(w) not in near))
         self.spares.remove(chosen)
         self._former[chosen] = (replica, rank)
         return chosen

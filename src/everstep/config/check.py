@@ -175,6 +175,11 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
                 f"recovery.memory_checkpoint_every={config.recovery.memory_checkpoint_every}: with {how} nobody goes back to copies in memory, "
                 "for a rank's death ends its whole replica; use launcher=ray, or leave it out"
             )
+        if config.checkpoint.on_interrupt:
+            raise ConfigError(
+                f"checkpoint.on_interrupt=true: with {how} torchrun ends every rank by itself when one is interrupted; use launcher=ray, or "
+                "checkpoint.every_steps"
+            )
         if config.rollout.engines:
             raise ConfigError(f"{how} has no place for rollout.engines={config.rollout.engines}; use launcher=ray, or rollout.engines=0")
         if layout.spares:

@@ -320,6 +320,11 @@ class CheckpointConfig(Section):
         description="Steps: checkpoints whose step this divides are kept for good. 0: none are.",
     )
     at_end: bool = Field(True, description="Save when the run ends.")
+    on_interrupt: bool = Field(
+        False,
+        description="SIGINT (Ctrl-C) and SIGTERM to `everstep train` end the run after the step in progress, with a checkpoint of it (exit "
+        "code 130); a second signal ends it at once. false: at once, without a checkpoint (launcher ray).",
+    )
     path: str | None = Field(
         None,
         description="Where checkpoints go, as an address that fsspec knows: a folder, `s3://BUCKET/FOLDER` (extra `s3`) or "

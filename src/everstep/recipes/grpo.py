@@ -204,7 +204,7 @@ def warm_up(run: Run, state: Callable[[], dict[str, Any]]) -> None:
     while group.committed_step * inner < config.warmup.steps:
         watch = Stopwatch()
         batches = [data.batch(stream.take(config.warmup.samples_per_step)) for _ in range(inner)]
-        result = run.train(batches, sft.LOSS, [config.warmup.lr] * inner, state=state())
+        result = run.train(batches, sft.LOSS, [config.warmup.lr] * inner, state=state() | {"began_at": group.committed_step + 1})
         stream.mark_trained(sum(map(len, batches)))
         tokens = sum(sum(batch.token_counts()) for batch in batches)
         metrics = step_metrics(result, "train", inner) | {"perf/total_num_tokens": float(tokens)}

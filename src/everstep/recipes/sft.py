@@ -31,7 +31,7 @@ def train(run: Run) -> None:
         sizes = [step_size(config, config.sft.samples_per_step, lr, group.dealt_replicas) for lr in lrs]
         batches = [data.batch(stream.take(size.samples)) for size in sizes]
         trained = sum(map(len, batches))
-        result = run.train(batches, LOSS, [size.lr for size in sizes], state={"stream": stream.state_dict(more=trained)})
+        result = run.train(batches, LOSS, [size.lr for size in sizes], state={"stream": stream.state_dict(more=trained), "best": run.best})
         done += inner
         stream.mark_trained(trained)
         tokens = sum(sum(batch.token_counts()) for batch in batches)

@@ -15,6 +15,7 @@ import json
 import os
 import pickle
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -40,9 +41,10 @@ from everstep.cluster.formation import Formation
 from everstep.cluster.group import StepResult
 from everstep.cluster.head import Head, Presence
 from everstep.cluster.lighthouse import TOKEN_VARIABLE, Lighthouse, Ports, read_result
+from everstep.cluster.processes import die_with_parent
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.slots import ListSlots, sample_ids
-from everstep.cluster.torchrun import check_port_free, report_exit
+from everstep.cluster.torchrun import EXIT_DIR, check_port_free, report_exit
 from everstep.cluster.verbs import Arguments, Slots, Verbs
 from everstep.cluster.worker import Worker
 from everstep.config import derive
@@ -87,6 +89,8 @@ class Entry:
 def join_world(config: Config) -> environment.RankEnvironment:
     """Join torchrun's world of this replica. Raises BadInput if the environment or the number of ranks does not fit."""
     env = environment.read_environment()
+    if sys.platform == "linux" and EXIT_DIR in os.environ:
+        die_with_parent(signal.SIGKILL)  # an agent that is killed can end nobody, and its replica is started anew elsewhere
     layout = derive.layout(config)
     if env.world_size != layout.ranks_per_replica:
         raise BadInput(

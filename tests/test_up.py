@@ -166,6 +166,7 @@ def test_a_replica_over_two_machines(tmp_path: Path, calm, by_hand, names: Calla
     ))  # fmt: skip
     run = Finished(tmp_path / "run", read_events(tmp_path / "run" / "events"))
     check(run, calm(SFT, steps, "layout.tp=2", "engine.sequence_parallel=true"), 2)
+    assert [e["replica"] for e in run.kind("join")] == [1], "it died, and came back"
 
 
 @pytest.mark.full

@@ -104,7 +104,7 @@ def test_a_run_listens_on_this_machine_only(tmp_path: Path, monkeypatch: pytest.
     mine = {c.laddr for c in me.net_connections("inet") if c.status == psutil.CONN_LISTEN}
 
     def look() -> None:
-        while not over.wait(0.05):
+        while not over.wait(0.3):
             for process in [me, *me.children(recursive=True)]:
                 try:
                     seen.update(tuple(c.laddr) for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN and c.laddr not in mine)

@@ -253,7 +253,7 @@ class Desk:
             try:
                 records = decide()
                 for record in records:
-                    message = {"type": "record", "record": record.to_json()}
+                    message = wire.Shared(type="record", record=record.to_json())
                     if record.kind is not Kind.BUILD:
                         self._log.write(record)
                         self._latest = message

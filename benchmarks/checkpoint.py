@@ -1,9 +1,10 @@
-"""What a checkpoint costs: ``python -m benchmarks.checkpoint [--hidden N] [--layers N] [--saves N] [--device cpu|cuda] [--json FILE]``.
+"""What a checkpoint costs: ``python -m benchmarks.checkpoint [--hidden N] [--layers N] [--every N] [--saves N] [--device cpu|cuda]``.
 
-One rank with a model of that size, in one process. Each round saves the same state twice into fresh folders, in turn: with everstep
-(copied and written while the next optimizer step computes, Hugging Face weights left out) and with ``torch.distributed.checkpoint``,
-synchronously, as most trainers do. Told of both: how long training was blocked, how long until the checkpoint was complete, bytes,
-and how long it takes to restore. Medians; the page cache is warm for both.
+One rank with a model of that size, in one process. Each round makes ``--every`` optimizer steps three times: without a save; with one
+by everstep before the first step (copied and written while steps compute, Hugging Face weights left out); and with one by
+``torch.distributed.checkpoint``, synchronously, as most trainers do. Told of both: how long training was blocked, and what part of a
+step that is; how much longer the steps took together, whatever the reason (the cores, the interpreter and memory are shared with what
+writes); when the checkpoint was complete, bytes, and how long it takes to restore. Medians; the page cache is warm for both.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from everstep.config import derive
 from everstep.config.load import load_config
 from everstep.engine import cpu, source
 from everstep.engine.loss import LossSpec
-from everstep.telemetry.events import EventLog
+from everstep.telemetry.events import EventLog, read_events
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -76,7 +77,7 @@ class Bench:
         self.engine.init_random(0)
         self.loss = LossSpec("everstep.rl.losses:sft_loss").build()
         self.batch = batch(8, 64)
-        events = EventLog(folder / "lead.jsonl", "lead")
+        events = EventLog(folder / "events" / "lead.jsonl", "lead")
         self.saver = Saver(self.config, self.layout, events, connect, lambda worker: None)
         self.writer = RankWriter(connect, device, events)
         self.steps = 0
@@ -92,40 +93,49 @@ class Bench:
         self.steps += 1
         return time.perf_counter() - start, waited
 
-    def everstep(self) -> dict[str, float]:
+    def steps_made(self, every: int) -> tuple[float, float]:
+        """Seconds of ``every`` steps, and of waiting for a copy."""
+        made = [self.step() for _ in range(every)]
+        return sum(seconds for seconds, _ in made), sum(waited for _, waited in made)
+
+    def everstep(self, every: int) -> dict[str, float]:
         start = time.perf_counter()
         (ticket,) = self.saver.begin(SavedRun(self.steps, False, {}), 1, patient=False) or []
         self.writer.begin(ticket, 0, {"model": self.engine.logical_state()}, {"model": self.engine.state_scalars()}, rng.capture(self.device))
         self.saver.follow([RankOf("w0", 0, 0)], 0.0)
         begun = time.perf_counter() - start
-        step_s, waited = self.step()
+        steps_s, waited = self.steps_made(every)
         path = self.saver.wait()
         assert path is not None
-        complete = time.perf_counter() - start
+        (saved,) = [e for e in read_events(self.folder / "events") if e.event == "save" and e.step == ticket.step]
+        complete = float(saved["seconds"])
         nbytes = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
         start = time.perf_counter()
         index = Index(path)
-        sharded.load_part(index, "model", self.engine.logical_state())
-        return {"blocked_s": begun + waited, "complete_s": complete, "bytes": float(nbytes), "restore_s": time.perf_counter() - start, "step_s": step_s}
+        sharded.load_part(index, "model", self.engine.logical_state()())
+        restore = time.perf_counter() - start
+        return {"blocked_s": begun + waited, "window_s": begun + steps_s, "complete_s": complete, "bytes": float(nbytes), "restore_s": restore}
 
-    def torch_checkpoint(self) -> dict[str, float]:
+    def torch_checkpoint(self, every: int) -> dict[str, float]:
         state: dict[str, Any] = dict(self.engine.state())
         path = self.folder / f"dcp-{self.steps}"
         start = time.perf_counter()
         dcp.save(state, checkpoint_id=str(path))
         blocked = time.perf_counter() - start
+        steps_s, _ = self.steps_made(every)
         nbytes = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
         start = time.perf_counter()
         dcp.load(state, checkpoint_id=str(path))
         restore = time.perf_counter() - start
         shutil.rmtree(path)
-        return {"blocked_s": blocked, "complete_s": blocked, "bytes": float(nbytes), "restore_s": restore}
+        return {"blocked_s": blocked, "window_s": blocked + steps_s, "complete_s": blocked, "bytes": float(nbytes), "restore_s": restore}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--every", type=int, default=10, help="steps from one save to the next")
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--folder", type=Path, default=None, help="where to write; default: the system's folder for temporary files")
@@ -133,26 +143,30 @@ def main() -> None:
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.folder, prefix="everstep-checkpoint-") as folder:
         bench = Bench(Path(folder), chosen.hidden, chosen.layers, torch.device(chosen.device))
-        plain = [bench.step()[0] for _ in range(3)]
+        bench.steps_made(3)
+        plain: list[float] = []
         measured: dict[str, list[dict[str, float]]] = {"everstep": [], "torch.distributed.checkpoint": []}
         for number in range(chosen.saves + 1):
+            window_s, _ = bench.steps_made(chosen.every)
             for name, save in (("everstep", bench.everstep), ("torch.distributed.checkpoint", bench.torch_checkpoint)):
-                found = save()
-                plain.append(bench.step()[0])
+                found = save(chosen.every)
                 if number:  # the first one gets its memory
-                    measured[name].append(found)
+                    measured[name].append(found | {"longer": found["window_s"] / window_s - 1})
+                    plain.append(window_s)
         dist.destroy_process_group()
-    step_s = statistics.median(plain)
+    step_s = statistics.median(plain) / chosen.every
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if chosen.device == "cuda" else f"CPU, {os.cpu_count()} cores, {platform.machine()}",
-        "torch": torch.__version__, "hidden": chosen.hidden, "layers": chosen.layers, "saves": chosen.saves, "step_s": step_s,
+        "torch": torch.__version__, "hidden": chosen.hidden, "layers": chosen.layers, "every": chosen.every, "saves": chosen.saves, "step_s": step_s,
     }  # fmt: skip
-    table = Table("", "blocked", "of a step", "complete after", "written", "restored in", title=f"{result['device']}; a step takes {step_s:.3f} s")
+    title = f"{result['device']}; a step takes {step_s:.3f} s, a save every {chosen.every} steps"
+    table = Table("", "blocked", "of a step", "steps longer by", "complete after", "written", "restored in", title=title)
     for name, rows in measured.items():
         middle = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
         middle["gb_per_s"] = middle["bytes"] / middle["complete_s"] / 1e9
         result[name] = middle
-        table.add_row(name, f"{1000 * middle['blocked_s']:.1f} ms", f"{100 * middle['blocked_s'] / step_s:.1f}%", f"{middle['complete_s']:.2f} s",
+        table.add_row(name, f"{1000 * middle['blocked_s']:.1f} ms", f"{100 * middle['blocked_s'] / step_s:.1f}%",
+                      f"{100 * middle['longer']:.1f}%", f"{middle['complete_s']:.2f} s",
                       f"{middle['bytes'] / 1e6:.0f} MB, {middle['gb_per_s']:.2f} GB/s", f"{middle['restore_s']:.2f} s")
     Console(width=120).print(table)
     if chosen.json:

@@ -36,7 +36,7 @@ from everstep.checkpoint.storage import (
     storage_errors,
     write_file,
 )
-from everstep.checkpoint.writer import Ticket
+from everstep.checkpoint.writer import Background, Ticket
 from everstep.config.schema import Config
 from everstep.layout import Layout
 from everstep.run_dir import checkpoints_of
@@ -90,7 +90,7 @@ class Saver:
     ) -> None:
         self._config, self._layout, self._events, self._open_store, self._dead = config, layout, events, store, dead
         self.checkpoints = checkpoints_of(config)
-        self._thread: threading.Thread | None = None
+        self._background = Background("save")
         self._attempt: _Attempt | None = None
         self._described: dict[str, bytes] | None = None
         self._failures = 0
@@ -107,7 +107,7 @@ class Saver:
         again = self._again_at is not None and time.monotonic() >= self._again_at
         if not (due or again):
             return False
-        if self._thread is not None:
+        if self._attempt is not None:
             if not self._postponed:
                 self._postponed = True
                 self._tell(f"the checkpoint of step {step} waits for the one before it, which is still being written")
@@ -133,7 +133,7 @@ class Saver:
         CheckpointError if storage refuses for checkpoint.retry_s.
         """
         self._collect(stop=False)
-        assert self._thread is None, "one save at a time"
+        assert self._attempt is None, "one save at a time"
         attempt = _Attempt(run, secrets.token_hex(4), manifest.working_folder(self.checkpoints, run.step))
         self._attempt, self._postponed = attempt, False
         if patient:
@@ -176,37 +176,37 @@ class Saver:
         assert attempt is not None
         attempt.blocked_s = blocked_s
         attempt.rng = rng.capture()
-        self._thread = threading.Thread(target=self._complete, args=(attempt, list(writers)), name="save", daemon=True)
-        self._thread.start()
+        attempt.followed = True
+        self._background.do(lambda: self._complete(attempt, list(writers)))
 
     def wait(self) -> Path | None:
         """Until the save on its way has ended; its checkpoint, None if there was none. Raises its failure, which is then told."""
-        thread, attempt = self._thread, self._attempt
-        if thread is not None:
-            thread.join(self._config.checkpoint.timeout_s + 5 * self._config.checkpoint.retry_s + 60.0)
-            if thread.is_alive():
-                assert attempt is not None
-                attempt.failure = CheckpointError(f"the checkpoint of step {attempt.run.step} did not end (checkpoint.timeout_s)")
-                self._thread = None  # it is left behind
-        self._collect(stop=False)
+        attempt, keep = self._attempt, self._config.checkpoint
         if attempt is None:
             return None
+        if attempt.followed and not attempt.done.wait(keep.timeout_s + 5 * keep.retry_s + 60.0):
+            attempt.failure = CheckpointError(f"the checkpoint of step {attempt.run.step} did not end (checkpoint.timeout_s)")
+            attempt.followed = False  # its thread is left behind
+            self._background.close()
+            self._background = Background("save")
+        self._collect(stop=False)
         if attempt.failure is not None:
             raise attempt.failure
         return attempt.final
 
     def give_up(self) -> None:
         """The run ends: nobody waits for the save on its way."""
-        if self._thread is not None and self._attempt is not None:
+        if self._attempt is not None and self._attempt.followed:
             self._attempt.abandoned.set()
-            self._thread.join(5.0)
+            self._attempt.done.wait(5.0)
+        self._background.close()
 
     def _collect(self, stop: bool = True) -> None:
         """Look at a save that has ended."""
         attempt = self._attempt
-        if attempt is None or (self._thread is not None and self._thread.is_alive()) or not attempt.ended:
+        if attempt is None or not attempt.ended:
             return
-        self._thread = self._attempt = None
+        self._attempt = None
         if attempt.failure is None:
             self._failures, self._again_at = 0, None
             if attempt.published:
@@ -228,6 +228,12 @@ class Saver:
     # -- in the background --------------------------------------------------------------------------------------------------------
 
     def _complete(self, attempt: _Attempt, writers: list[RankOf]) -> None:
+        self._try_to_complete(attempt, writers)
+        if attempt.failure is not None:
+            self._say_void(attempt, str(attempt.failure))
+        attempt.done.set()
+
+    def _try_to_complete(self, attempt: _Attempt, writers: list[RankOf]) -> None:
         try:
             if not attempt.prepared:
                 self._prepare(attempt)
@@ -246,8 +252,6 @@ class Saver:
                 f"completing the checkpoint of step {attempt.run.step} failed: {type(error).__name__}: {error}. Earlier checkpoints are "
                 "untouched: resume=auto continues there"
             )
-        if attempt.failure is not None:
-            self._say_void(attempt, str(attempt.failure))
 
     def _receipts(self, attempt: _Attempt, writers: list[RankOf], store: dist.Store) -> list[Receipt]:
         ticket = self._ticket(attempt)
@@ -312,7 +316,8 @@ class _Attempt:
 
     def __init__(self, run: SavedRun, name: str, folder: Path) -> None:
         self.run, self.id, self.folder, self.since = run, name, folder, time.monotonic()
-        self.prepared = self.published = False
+        self.prepared = self.followed = self.published = False
+        self.done = threading.Event()
         self.final: Path | None = None
         self.failure: CheckpointError | None = None
         self.abandoned = threading.Event()
@@ -321,7 +326,7 @@ class _Attempt:
 
     @property
     def ended(self) -> bool:
-        return self.final is not None or self.failure is not None
+        return self.done.is_set() if self.followed else self.final is not None or self.failure is not None
 
 
 def _existing(checkpoints: Path, step: int) -> Path | None:

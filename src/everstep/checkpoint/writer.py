@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -61,6 +62,27 @@ class Ticket:
         return f"save/{self.id}/{self.replica if replica is None else replica}/{rank}"
 
 
+class Background:
+    """A thread that does one job after the other. It is there before the first one comes: whoever starts a thread waits until it runs,
+    which is as long as others please to keep the interpreter, or the cores."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def _serve(self) -> None:
+        while job := self._jobs.get():
+            job()
+
+    def do(self, job: Callable[[], None]) -> None:
+        """After those before it. ``job`` raises nothing."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """The thread ends after its last job; nobody waits for that."""
+        self._jobs.put(None)
+
+
 @dataclass
 class _Job:
     """A save as its thread has it. ``buffers``: host memory to be used; ``next_buffers``: what was, for the next save."""
@@ -73,8 +95,9 @@ class _Job:
     computed: torch.cuda.Event | None  # of the stream that made the state
     buffers: list[Tensor]
     next_buffers: list[Tensor] = field(default_factory=list)
-    staged: threading.Event = field(default_factory=threading.Event)
+    staged: threading.Event = field(default_factory=threading.Event)  # nothing reads the state any more
     stop: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)  # nothing reads the buffers any more
 
 
 class RankWriter:
@@ -82,11 +105,8 @@ class RankWriter:
 
     def __init__(self, store: Callable[[], dist.Store], device: torch.device, events: EventLog) -> None:
         self._open_store, self._device, self._events = store, device, events
-        self._staged = threading.Event()
-        self._staged.set()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._buffers: list[Tensor] = []  # host memory of the save before, to be used again
+        self._background = Background("checkpoint")
+        self._job: _Job | None = None  # the newest, over or not
 
     def begin(
         self, ticket: Ticket, rank: int, parts: Mapping[str, Callable[[], LogicalState]], scalars: Mapping[str, Mapping[str, Any]],
@@ -98,23 +118,26 @@ class RankWriter:
         """
         for part, values in scalars.items():
             check_scalar(part, dict(values))
-        self._stop.set()
-        if self._thread is not None and self._thread.is_alive():
+        before, buffers = self._job, []
+        if before is not None and before.done.is_set():
+            buffers = before.next_buffers
+        elif before is not None:  # it may hang in storage, and write from its buffers still
+            before.stop.set()
             self.settle(60.0)
-            self._buffers = []  # the attempt before may still write from them
+            self._background.close()
+            self._background = Background("checkpoint")
         computed: torch.cuda.Event | None = None
         if self._device.type == "cuda":
             computed = torch.cuda.Event()
             computed.record(torch.cuda.current_stream(self._device))
-        job = _Job(ticket, rank, dict(parts), {part: dict(values) for part, values in scalars.items()}, dict(rng), computed, self._buffers)
-        self._buffers, self._staged, self._stop = job.next_buffers, job.staged, job.stop
-        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint", daemon=True)
-        self._thread.start()
+        job = _Job(ticket, rank, dict(parts), {part: dict(values) for part, values in scalars.items()}, dict(rng), computed, buffers)
+        self._job = job
+        self._background.do(lambda: self._run(job))
 
     def settle(self, timeout_s: float) -> float:
         """Wait until nobody reads the state any more; returns the seconds waited. DeadlineExceeded after ``timeout_s``."""
         start = time.monotonic()
-        if not self._staged.wait(timeout_s):
+        if self._job is not None and not self._job.staged.wait(timeout_s):
             raise DeadlineExceeded(f"the copy of this rank's state for a checkpoint is not done after {timeout_s:g} s")
         return time.monotonic() - start
 
@@ -136,11 +159,12 @@ class RankWriter:
             try:
                 files = self._stage(job)
             finally:
-                job.parts.clear()  # no longer than this does a save keep the state alive
+                job.parts.clear()  # a replica that breaks now needs the memory of its state for another one
                 job.staged.set()
             said = self._write(job, files).to_json()
         except Exception as error:  # the end of a thread: the lead is told, and decides what it means
             said = json.dumps({"error": f"rank {job.rank}: {str(error) or type(error).__name__}"})
+        job.done.set()
         with contextlib.suppress(RuntimeError, OSError):  # without the store, and so without the lead, nobody waits
             self._open_store().set(job.ticket.receipt(job.rank), said)
 
@@ -157,6 +181,8 @@ class RankWriter:
         files = staged_files(share, f"{ticket.id}-{ticket.replica}.{job.rank:03d}", self._allocator(job.buffers))
         job.next_buffers += [file.whole_buffer for file in files]
         self._copy(files, job.computed)
+        for file in files:
+            file.release()
         return files
 
     def _copy(self, files: Iterable[StagedFile], computed: torch.cuda.Event | None) -> None:

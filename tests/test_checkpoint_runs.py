@@ -6,9 +6,13 @@ imports). In exact mode, so that what is compared does not depend on the number 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import re
+import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -19,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.runs import DEMO, SFT, Finished, config, finish
+from tests.support.runs import DEMO, ROOT, SFT, Finished, config, finish
 from tests.test_faults import assert_invariants
 
 from everstep.checkpoint.choose import choose
@@ -30,6 +34,7 @@ from everstep.cluster.forked import ForkedHost
 from everstep.config.schema import Config
 from everstep.telemetry.events import EventLog, read_events
 from everstep.telemetry.metrics import read_metrics
+from support.checkpoints import flip_a_bit
 
 pytestmark = [pytest.mark.timeout(300)]
 
@@ -40,6 +45,20 @@ SFT_RUN = [*EXACT, "layout.replicas=2", "sft.samples_per_step=15", "train.micro_
 GRPO_RUN = [*EXACT, "faults=[]", "layout.replicas=2", "layout.spares=0", "warmup.steps=2", "warmup.samples_per_step=64", "rl.iterations=3",
             "rl.prompts_per_step=8", "rl.samples_per_prompt=8", "rl.updates_per_pass=2", "rl.kl_coef=0.05", "rl.eval_every=1",
             "train.micro_batch_size=16", "rollout.eval_samples=8", "checkpoint.every_steps=1"]
+# With a critic, which is trained by itself first: two of its steps, then two of each model in every iteration.
+PPO_RUN = [*EXACT, "faults=[]", "layout.replicas=2", "layout.pp=1", "layout.spares=0", "warmup.steps=1", "warmup.samples_per_step=32", "rl.iterations=4",
+           "rl.prompts_per_step=8", "rl.samples_per_prompt=4", "rl.updates_per_pass=2", "critic.warmup=1", "rl.eval_every=2",
+           "train.micro_batch_size=16", "rollout.eval_samples=8", "checkpoint.every_steps=1"]
+DPO_RUN = [*EXACT, "layout.replicas=2", "dpo.steps=10", "dpo.eval_every=5", "dpo.pairs_per_step=32", "train.micro_batch_size=16", "optimizer.decay_steps=10",
+           "checkpoint.every_steps=2"]
+LORA_RUN = [*SFT_RUN, "lora.rank=4", "lora.targets=[qkv, fc1]", "lora.dropout=0.1"]
+PPO, DPO = (str(ROOT / "examples" / name) for name in ("ppo_kill.yaml", "dpo_sort.yaml"))
+LORA = "LoRA"
+RUNS = {SFT: SFT_RUN, DEMO: GRPO_RUN, PPO: PPO_RUN, DPO: DPO_RUN, LORA: LORA_RUN}
+
+
+def run_of(name: str, run_dir: Path, *overrides: str) -> Config:
+    return config(SFT if name == LORA else name, run_dir, *RUNS[name], *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +66,8 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Finished]:
     """The run that nothing happens to, of a recipe."""
 
     @functools.cache
-    def run(file: str) -> Finished:
-        overrides = SFT_RUN if file == SFT else GRPO_RUN
-        return finish(config(file, tmp_path_factory.mktemp("calm"), *overrides), host=ForkedHost)
+    def run(name: str) -> Finished:
+        return finish(run_of(name, tmp_path_factory.mktemp("calm")), host=ForkedHost)
 
     return run
 
@@ -153,6 +171,37 @@ def test_grpo_goes_on_bitwise(step: int, calm: Callable[[str], Finished], tmp_pa
     same(finish(config(DEMO, tmp_path / "run", *GRPO_RUN, "resume=auto"), host=ForkedHost), calm(DEMO))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "cuts"),
+    [
+        (DEMO, [("save_begin", 4)]),
+        (DEMO, [("commit", 3), ("commit", 7)]),
+        (PPO, [("commit", 5)]),                # between the updates of an iteration
+        (PPO, [("save_begin", 3), ("save_begin", 7)]),
+        (DPO, [("commit", 5), ("save_begin", 8)]),
+        (LORA, [("commit", 7)]),
+        (LORA, [("save_begin", 4), ("commit", 9)]),
+    ],
+    ids=["grpo-in-flight", "grpo-twice", "ppo", "ppo-in-flight-twice", "dpo-twice", "lora", "lora-twice"],
+)
+def test_every_recipe_goes_on_bitwise(
+    name: str, cuts: list[tuple[str, int]], replicas: int, calm: Callable[[str], Finished], tmp_path: Path
+) -> None:
+    """``replicas``: with how many the run goes on, each time."""
+    for attempt, (event, step) in enumerate(cuts):
+        more = ["resume=auto", f"layout.replicas={replicas}"] if attempt else []
+        killed(run_of(name, tmp_path / "run", *more), lambda event=event, step=step: at_event(event, step))  # type: ignore[misc]
+    again = finish(run_of(name, tmp_path / "run", "resume=auto", f"layout.replicas={replicas}"), host=ForkedHost)
+    assert again.kind("load"), "it went on from a checkpoint"
+    if replicas == 2:
+        same(again, calm(name))
+    else:
+        assert again.final_hashes == calm(name).final_hashes and samples(again.folder) == samples(calm(name).folder)
+    assert_invariants(again, steps=max(numbers(calm(name).folder)))
+
+
 # ---------------------------------------------------------------- the writers die
 
 
@@ -213,6 +262,58 @@ def test_saves_back_to_back_wait_for_each_other_and_training_does_not(tmp_path: 
 
 
 # ---------------------------------------------------------------- storage refuses
+
+
+def test_a_run_goes_on_from_the_good_one_before_a_damaged_one(
+    calm: Callable[[str], Finished], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(calm(SFT).folder / "checkpoints", tmp_path / "run" / "checkpoints")
+    newest, good, *_ = checkpoint_folders(tmp_path / "run" / "checkpoints")
+    victim = max((newest / "state").glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    flip_a_bit(victim, -1)
+    again = finish(config(SFT, tmp_path / "run", *SFT_RUN, "resume=auto"), host=ForkedHost)
+    said = re.sub(r"\s+", "", capsys.readouterr().out)
+    assert re.search(rf"skipped{newest.name}:.*{victim.name}:damagedin(model|rng)/", said), "file and tensor are named"
+    assert {e["path"] for e in again.kind("load")} == {str(good)} and again.final_hashes == calm(SFT).final_hashes
+    assert damage(newest) is None and (newest.parent / "set-aside" / newest.name).is_dir()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("trouble", ["full", "read-only"])
+def test_a_disk_that_is_full_or_read_only_costs_checkpoints_and_no_step(
+    trouble: str, calm: Callable[[str], Finished], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small file system of its own, into which nothing goes between the commits of two steps."""
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder]).returncode:
+        pytest.skip("mounting a file system needs root")
+    emit = EventLog.emit
+
+    def watched(self: EventLog, event: str, *, step: int | None = None, **fields: Any) -> None:
+        emit(self, event, step=step, **fields)
+        if event == "commit" and step in (5, 11):
+            if trouble == "read-only":
+                while subprocess.run(["mount", "-o", f"remount,{'ro' if step == 5 else 'rw'}", folder]).returncode:
+                    time.sleep(0.02)  # a file is being written
+            elif step == 5:
+                with contextlib.suppress(OSError), open(folder / "ballast", "wb", buffering=0) as file:
+                    while file.write(bytes(4096)):
+                        pass
+            else:
+                (folder / "ballast").unlink()
+
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(EventLog, "emit", watched)
+            run = finish(config(SFT, tmp_path / "run", *SFT_RUN, "checkpoint.retry_s=0"), host=ForkedHost)
+        says = "No space left on device; free space there" if trouble == "full" else "Read-only file system; make the folder writable"
+        assert run.kind("save_failed") and all(says in e["cause"] for e in run.kind("save_failed"))
+        assert run.kind("save")[-1].step == 12 and run.final_hashes == calm(SFT).final_hashes
+        assert [damage(found) for found in checkpoint_folders(folder)] == [None] * len(checkpoint_folders(folder))
+        assert_invariants(run, steps=12)
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
 def without_the_folder(monkeypatch: pytest.MonkeyPatch, folder: Path, gone_at: int, back_at: int | None) -> None:

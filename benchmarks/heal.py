@@ -55,7 +55,8 @@ def tcp(rank: int, store: dist.Store, name: str, tensor: torch.Tensor, nbytes: i
     stream = heal.HealStream(name, store, 60.0, never)
     with stream:
         if rank == 0:
-            heal.send(stream.serve("127.0.0.1"), heal.Snapshot(state, 1))
+            snapshot = heal.Snapshot(state, 1)
+            heal.send(stream.serve("127.0.0.1", snapshot.lanes), snapshot)
         else:
             tensors = heal.open_state(stream.join(), state, 1)
             assert tensors is not None

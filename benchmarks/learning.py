@@ -170,9 +170,11 @@ def draw(curves: Sequence[Curve], out: Path) -> None:
     FigureCanvasAgg(figure)
     for place, name in enumerate(names, 1):
         axes = figure.add_subplot(1, len(names), place)
-        for killed, colour, label in ((False, "tab:blue", "undisturbed"), (True, "tab:red", "with kills")):
+        for killed, style, label in (
+            (False, {"color": "tab:blue", "linewidth": 4, "alpha": 0.45}, "undisturbed"), (True, {"color": "tab:red", "linewidth": 1, "marker": "."}, "with kills"),
+        ):  # fmt: skip
             for number, curve in enumerate(c for c in curves if c.algorithm == name and bool(c.killed) == killed):
-                axes.plot(*zip(*curve.accuracy, strict=True), color=colour, alpha=0.7, marker=".", label=None if number else label)
+                axes.plot(*zip(*curve.accuracy, strict=True), **style, label=None if number else label)
         axes.set(title=name, xlabel="iteration", ylabel="accuracy on held-out prompts", ylim=(0, 1.02))
         axes.grid(alpha=0.3)
         axes.legend(loc="lower right", fontsize="small")

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
     device = args.device or ("cuda" if _gpus() else "cpu")
     folder = Path(args.runs or tempfile.mkdtemp(prefix="everstep-bench-"))
-    report: dict[str, object] = {"command": " ".join(["python -m benchmarks.recovery", *(arguments or sys.argv[1:])]), "machine": _machine()}
+    report: dict[str, object] = {"command": " ".join(["python -m benchmarks.recovery", *(arguments or sys.argv[1:])]), "machine": machine()}
     if args.overhead:
         pairs = _overhead(args, device, folder)
         report["overhead"] = pairs
@@ -106,6 +106,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--spares", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--per-run", type=int, help="kills in one run (default: what its replicas and spares bear without anybody being started)")
+    parser.add_argument("--apart", type=int, help="steps between two kills of a run, for the replica to come back (default: 15 on GPUs, else 40)")
     parser.add_argument("--mode", default="salvage", choices=("salvage", "retry"))
     parser.add_argument("--phases", default="reduce,compute", help="in turn")
     parser.add_argument("--max-connections", type=int, help="CUDA_DEVICE_MAX_CONNECTIONS of every rank")
@@ -151,8 +153,8 @@ def _train(overrides: Sequence[str], folder: Path, env: dict[str, str], forked: 
 
 def _kills(args: argparse.Namespace, device: str, folder: Path) -> tuple[list[Kill], list[dict[str, float]], list[str]]:
     phases = args.phases.split(",")
-    per_run = args.replicas - 1 + args.spares // args.tp
-    apart = 15 if device == "cuda" else 40  # steps, for a spare to be formed and healed in between
+    per_run = args.per_run or args.replicas - 1 + args.spares // args.tp
+    apart = args.apart or (15 if device == "cuda" else 40)  # steps, for a spare to be formed and healed in between
     kills: list[Kill] = []
     parts: list[dict[str, float]] = []
     failures: list[str] = []
@@ -276,7 +278,7 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _machine() -> dict[str, object]:
+def machine() -> dict[str, object]:
     import torch
 
     cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

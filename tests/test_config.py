@@ -284,7 +284,7 @@ def test_the_trees_of_these_tests_are_possible(tree: dict[str, Any]) -> None:
         ({"rl__samples_per_prompt": 1}, "rl.samples_per_prompt=1: .*at least 2"),
         ({"rl__eval_every": 1}, "rl.eval_every=1 needs held-out data: set data.eval_source"),
         ({"data__format": "chat"}, "set data.format=prompt"),
-        ({"launcher": "local", "layout__replicas": 2}, "launcher=local runs one replica, but layout.replicas=2; use launcher=ray"),
+        ({"launcher": "local", "layout__replicas": 2}, "launcher=local runs one replica, but layout.replicas=2; say which one this is with replica.id"),
         (
             {"layout__replicas": 2, "layout__spares": 1, "recovery__enabled": False},
             "layout.spares=1 wait for deaths that recovery.enabled=false",

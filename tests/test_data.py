@@ -476,6 +476,8 @@ def test_check_prepares_everything() -> None:
     )
     assert done.eval is not None and done.warmup is not None
     assert (len(done.train), len(done.eval), len(done.warmup)) == (576, 144, 3456)
+    assert done.held_out_in_training() == 0
+    assert data.check(config(data__eval_source="everstep.data.digits:sort_prompts")).held_out_in_training() == 576
     assert data.check(config()).warmup is None
 
 
@@ -527,3 +529,4 @@ def test_the_smollm2_example() -> None:
     (path,) = [p for p in EXAMPLES if "smollm2" in p.name]
     done = data.check(load_config(path))
     assert done.eval is not None and len(done.train) == 200 and done.train.longest <= 64
+    assert done.held_out_in_training() <= 2

@@ -12,8 +12,10 @@ import dataclasses
 import functools
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.support.launchers import trained
 from tests.support.runs import ROOT, SFT, Finished, config, finish, gone
 from tests.test_faults import assert_invariants
 
@@ -79,6 +81,7 @@ class Schedule:
     spares: int = 1
     shape: str = ""
     more: tuple[str, ...] = ()
+    steps: int = STEPS
 
     def overrides(self) -> list[str]:
         waited = {WAITED_FOR[row.kind] for row in self.rows if row.kind in WAITED_FOR}
@@ -108,15 +111,17 @@ def by_position(run: Finished, replicas: int) -> dict[str, str]:
     return {name.split("/")[1]: digest for name, digest in last["hashes"].items()}
 
 
-def check_rows(run: Finished, schedule: Schedule) -> None:
-    """Every fault fired in its phase, and survivors did about the slots of the dead what they should: no more and no less."""
+def check_rows(run: Finished, schedule: Schedule, whole: bool = False) -> None:
+    """Every fault fired in its phase, and survivors did about the slots of the dead what they should: no more and no less. ``whole``: with a
+    rank all of its replica dies."""
     faults = run.kind("fault")
     assert [(f["kind"], f["phase"], f["replica"], f["rank"]) for f in faults] == [(r.kind, r.phase, r.replica, r.rank) for r in schedule.rows]
     members = set(range(3 if not schedule.shape else 2))
     for row, fault in zip(schedule.rows, faults, strict=True):
         if row.held:
             assert survivor_inside(run.events, fault), row
-    deaths = [d for d in run.kind("death")]
+    struck = {(r.replica, r.rank) for r in schedule.rows}
+    deaths = [d for d in run.kind("death") if not whole or (d["replica"], d["rank"]) in struck]
     assert [(d["replica"], d["rank"]) for d in deaths] == [(r.replica, r.rank) for r in schedule.rows]
     if len(deaths) > 1:
         return  # what is left of each depends on the others; the hash and the checker speak for all
@@ -133,14 +138,19 @@ def check_rows(run: Finished, schedule: Schedule) -> None:
         assert used and all(e["built"] for e in used)
 
 
-def prove(schedule: Schedule, model: Path, folder: Path) -> Finished:
-    run = finish(config(SFT, folder / "run", *BASE, path_of(model, schedule.shape), *schedule.overrides()), host=ForkedHost)
-    assert_invariants(run, steps=STEPS)
-    check_rows(run, schedule)
-    replicas = 3 if not schedule.shape else 2
-    left = replicas - max(0, len(schedule.rows) - schedule.spares)
-    assert len(run.kind("commit")[-1]["members"]) == left, "all spares joined"
-    assert by_position(run, left) == undisturbed(model, schedule.shape, *schedule.more)
+def prove(schedule: Schedule, model: Path, folder: Path, launcher: str = "controller") -> Finished:
+    length = () if schedule.steps == STEPS else (f"sft.steps={schedule.steps}",)
+    run = trained(launcher, SFT, folder, *BASE, path_of(model, schedule.shape), *schedule.overrides(), *length)
+    assert_invariants(run, steps=schedule.steps)
+    check_rows(run, schedule, whole=launcher != "controller")
+    left = (3 if not schedule.shape else 2) - max(0, len(schedule.rows) - schedule.spares)
+    if launcher == "controller":
+        assert len(run.kind("commit")[-1]["members"]) == left, "all spares joined"
+    else:  # who died comes back by itself, in the time of a start
+        there = {name.split("/")[0] for name in run.kind("verify")[-1]["hashes"]}
+        assert len(there) >= left
+        left = len(there)
+    assert by_position(run, left) == undisturbed(model, schedule.shape, *schedule.more, *length)
     assert gone(run.pids)
     return run
 
@@ -331,6 +341,36 @@ def test_through_ray_in_one_run_with_a_fault_in_every_phase(kind, shift, model, 
     calm = finish(config(SFT, tmp_path / "calm", *base, "layout.replicas=1"), host=ForkedHost)
     assert by_position(run, 3) == by_position(calm, 1)
     assert gone(run.pids)
+
+
+def without_spares(schedule: Schedule, **changes: Any) -> Schedule:
+    return dataclasses.replace(schedule, spares=0, **changes)
+
+
+#: Launcher local: the same deaths, where nobody is warm to take a place, and a replica dies with any of its ranks. No cable is pulled there.
+WITHOUT_RAY = {str(without_spares(s)): without_spares(s) for s in [*ONE_DEATH, *AFTER_A_COMMIT, *OTHER_ENDS, *TWO_RANKS, *TWO_DEATHS]
+               if not any(row.kind == "partition" or row.phase == "heal" for row in s.rows)}
+LONG = 500  # steps, for a replica to come back from a cold start
+THROUGH_TORCHRUN = [Schedule((Row(phase, 2 * i % 3),), 0) for i, phase in enumerate((*PHASES, "commit"))] + [
+    Schedule((Row("compute", 1, "stop"),), 0), Schedule((Row("compute", 0, "gil"),), 0), Schedule((Row("vote", 1, "exit"),), 0),
+    Schedule((Row("compute", 1, "segv", rank=1),), 0, "tp2"), Schedule((Row("reduce", 0, rank=1),), 0, "pp2"), Schedule((Row("reduce", 1),), 0, "dp2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "kill-vote-0.0-dp1-0spares" else [pytest.mark.full]) for n in WITHOUT_RAY])
+def test_without_ray_the_final_bits_are_the_same(name, model, tmp_path):
+    prove(WITHOUT_RAY[name], model, tmp_path, "lighthouse")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", THROUGH_TORCHRUN, ids=str)
+def test_through_torchrun_who_died_comes_back_with_the_same_bits(schedule, model, tmp_path):
+    run = prove(dataclasses.replace(schedule, steps=LONG), model, tmp_path, "torchrun")
+    (row,) = schedule.rows
+    assert [e["replica"] for e in run.kind("join")] == [row.replica]
+    assert str(row.replica) in {name.split("/")[0] for name in run.kind("verify")[-1]["hashes"]}
+    ranks = 2 if schedule.shape else 1
+    assert len({e.pid for e in run.kind("form")}) == ranks * ((2 if schedule.shape else 3) + 1), "all ranks of the replica were started anew"
 
 
 @pytest.mark.usefixtures("ray_cluster")

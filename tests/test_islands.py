@@ -6,22 +6,22 @@ it was doing when it died, and end with the same bits.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.support.runs import DEMO, SFT, Finished, config, finish, gone
+from tests.support import launchers
+from tests.support.runs import DEMO, SFT, Finished, gone
 from transformers import AutoModelForCausalLM
 
 from everstep.checkpoint import manifest
 from everstep.checkpoint.index import Index
 from everstep.checkpoint.sharded import whole_tensor
-from everstep.cluster.forked import ForkedHost
 from everstep.errors import LinkBroken
 from everstep.recovery import semisync
 from everstep.telemetry.history import check
@@ -38,8 +38,11 @@ STREAMING = [*SMALL, "semisync.method=streaming_diloco", "semisync.sync_every=6"
              "semisync.fragment_update_alpha=0.5", f"sft.steps={ROUNDS * INNER}"]
 
 
-def trained(folder: Path, *overrides: str, file: str = SFT) -> Finished:
-    return finish(config(file, folder / "run", *overrides), host=ForkedHost)
+BOTH = ["controller", pytest.param("lighthouse", marks=pytest.mark.full)]  # launchers
+
+
+def trained(folder: Path, *overrides: str, file: str = SFT, launcher: str = "controller", prepare: Callable[[], None] | None = None) -> Finished:
+    return launchers.trained(launcher, file, folder, *overrides, prepare=prepare)
 
 
 def assert_sound(run: Finished, rounds: int = ROUNDS) -> None:
@@ -142,10 +145,22 @@ def test_survivors_end_with_the_same_bits_whatever_the_dead_replica_was_doing(tm
 
 @pytest.mark.full
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("replica", [0, 1, 2])
+@pytest.mark.parametrize(("launcher", "replica"), [("controller", 0), ("controller", 1), ("controller", 2), ("lighthouse", 0)])
 @pytest.mark.parametrize("how", [DILOCO, STREAMING], ids=["diloco", "streaming"])
-def test_any_replica_may_die_at_any_moment(phase, replica, how, tmp_path):
-    assert_sound(trained(tmp_path, *how, "layout.replicas=3", fault(phase, replica)))
+def test_any_replica_may_die_at_any_moment(phase, launcher, replica, how, tmp_path):
+    assert_sound(trained(tmp_path, *how, "layout.replicas=3", fault(phase, replica), launcher=launcher))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", ["lighthouse", "torchrun"])
+def test_without_ray_an_island_that_died_comes_back(launcher, tmp_path):
+    """Its samples of the round are trained on by the other; it begins again where the other is, and then makes steps of its own."""
+    rounds = 20 if launcher == "lighthouse" else 300
+    run = trained(tmp_path, *DILOCO, f"sft.steps={rounds * INNER}", "layout.replicas=2", fault("compute", 1), launcher=launcher)
+    assert_sound(run, rounds)
+    (join,) = run.kind("join")
+    assert join["replica"] == 1 and [e for e in run.kind("computed") if e["salvage"] and e.step == 2]
+    assert [e for e in run.kind("inner_step") if e["replica"] == 1 and e.step > join.step + 1]
 
 
 @pytest.mark.full
@@ -240,9 +255,10 @@ def a_link_that_breaks_once() -> None:
 
 
 @pytest.mark.parametrize("how", [DILOCO, pytest.param(STREAMING, marks=pytest.mark.full)], ids=["diloco", "streaming"])
-def test_a_synchronisation_that_fails_is_made_again_and_no_inner_step_is_lost(how, tmp_path):
+@pytest.mark.parametrize("launcher", BOTH)
+def test_a_synchronisation_that_fails_is_made_again_and_no_inner_step_is_lost(launcher, how, tmp_path):
     calm = trained(tmp_path / "calm", *how)
-    run = finish(config(SFT, tmp_path / "flap", *how), host=functools.partial(ForkedHost, prepare=a_link_that_breaks_once))
+    run = trained(tmp_path / "flap", *how, launcher=launcher, prepare=a_link_that_breaks_once)
     assert_sound(run)
     assert run.kind("void") or how is STREAMING  # sent ahead, it is merely given up
     assert len(run.kind("inner_step")) == ROUNDS * INNER * 2
@@ -306,7 +322,7 @@ def test_what_is_sent_ahead_is_what_would_be_sent_at_the_end(prepare, tmp_path):
     assert sorted((e.step, e["replica"], e["inner"]) for e in sent) == [(s, r, INNER - 1) for s in range(1, ROUNDS + 1) for r in range(2)]
     made = {(e.step, e["replica"]): e.t_mono for e in ahead.kind("inner_step") if e["inner"] == INNER - 1}
     assert all(e.t_mono < made[e.step, e["replica"]] for e in sent)
-    late = finish(config(SFT, tmp_path / "late", *STREAMING), host=functools.partial(ForkedHost, prepare=prepare))
+    late = trained(tmp_path / "late", *STREAMING, prepare=prepare)
     assert_sound(late)
     assert final(late) == final(ahead)
 
@@ -336,12 +352,14 @@ def test_a_resumed_run_ends_with_every_bit_of_an_uninterrupted_one(tmp_path):
 
 @pytest.mark.parametrize("shape", [
     pytest.param(["layout.pp=2", "layout.vpp=2", "model.path={deep}"], id="vpp2"),  # two model parts on each rank
+    pytest.param(["layout.pp=2", "layout.tp=2", "engine.sequence_parallel=true"], id="tp2-pp2", marks=pytest.mark.full),
     pytest.param(["layout.dp=2", "train.micro_batch_size=2"], id="dp2", marks=pytest.mark.full),
     pytest.param(["layout.cp=2"], id="cp2", marks=pytest.mark.full),
     pytest.param(["layout.dp=2", "layout.ep=2", "train.micro_batch_size=2", "model.path={moe}"], id="ep2", marks=pytest.mark.full),
     pytest.param(["lora.rank=4", "model.dtype=bfloat16"], id="lora-bf16", marks=pytest.mark.full),
 ])
-def test_every_part_of_the_model_is_synchronised(shape, tmp_path, monkeypatch):
+@pytest.mark.parametrize("launcher", BOTH)
+def test_every_part_of_the_model_is_synchronised(launcher, shape, tmp_path):
     """Under each inner layout the global weights are those of the plain one, within rounding, and every one of them moved."""
     made = tmp_path / "deep"
     made.mkdir()
@@ -352,7 +370,7 @@ def test_every_part_of_the_model_is_synchronised(shape, tmp_path, monkeypatch):
     (made / "config.json").write_text(json.dumps(described | {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}))
     names = {"deep": str(made), "moe": str(tiny.with_name("tiny-qwen3-moe"))}
     shape = [s.format(**names) if "{" in s else s for s in shape]
-    run = trained(tmp_path / "cut", *DILOCO, *shape, "checkpoint.at_end=true")
+    run = trained(tmp_path / "cut", *DILOCO, *shape, "checkpoint.at_end=true", launcher=launcher)
     assert_sound(run)
     last = manifest.pointed_at(run.folder / "checkpoints")
     assert last is not None
@@ -371,7 +389,8 @@ def test_every_part_of_the_model_is_synchronised(shape, tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-def test_a_round_sends_what_one_synchronous_step_sends_and_quantised_a_quarter(tmp_path):
+@pytest.mark.parametrize("launcher", ["controller", "lighthouse"])
+def test_a_round_sends_what_one_synchronous_step_sends_and_quantised_a_quarter(launcher, tmp_path):
     """Bytes over the link for an inner step, from the metrics of runs of the same model."""
     per_step = {}
     for name, overrides in {
@@ -379,7 +398,7 @@ def test_a_round_sends_what_one_synchronous_step_sends_and_quantised_a_quarter(t
         "diloco": [*DILOCO, "sft.steps=6"],
         "quantised": [*DILOCO, "sft.steps=6", "semisync.should_quantize=true"],
     }.items():
-        run = trained(tmp_path / name, *overrides)
+        run = trained(tmp_path / name, *overrides, launcher=launcher)
         per_step[name] = [row["ft/link_bytes_per_inner_step"] for row in read_metrics(run.folder / "metrics.jsonl")]
     synchronous = per_step["synchronous"][-1]
     assert len(set(per_step["synchronous"])) == 1 and synchronous > 300_000
@@ -390,11 +409,13 @@ def test_a_round_sends_what_one_synchronous_step_sends_and_quantised_a_quarter(t
 # -- GRPO --------------------------------------------------------------------------------------------------------------------------
 
 
-def test_grpo_islands_make_rollouts_of_their_own_and_one_of_them_dies(tmp_path):
+@pytest.mark.parametrize("launcher", BOTH)
+def test_grpo_islands_make_rollouts_of_their_own_and_one_of_them_dies(launcher, tmp_path):
     """Each prompt's group is generated, scored and trained on by one replica; after a death its prompts are re-dealt."""
     run = trained(tmp_path, "semisync.method=diloco", "semisync.sync_every=2", "warmup.steps=4", "rl.iterations=6", "rl.prompts_per_step=6",
                   "rl.samples_per_prompt=4", "train.micro_batch_size=8", "warmup.samples_per_step=24", "layout.spares=0", "layout.replicas=3", "rl.kl_coef=0.01",
-                  "rollout.eval_samples=8", "train.verify_every=1", "checkpoint.at_end=false", fault("compute", 2, step=4), file=DEMO)
+                  "rollout.eval_samples=8", "train.verify_every=1", "checkpoint.at_end=false", fault("compute", 2, step=4), file=DEMO,
+                  launcher=launcher)
     assert_sound(run, rounds=5)
     assert [e for e in run.kind("computed") if e["salvage"] and e.step == 4]
     assert not [e for e in run.kind("call") if e["method"] == "generate" and e.t_wall > run.kind("commit")[2].t_wall and

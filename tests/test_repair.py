@@ -66,8 +66,8 @@ def slow_heals() -> None:
     heal.PIECE_BYTES = 32 << 10
     pieces = heal.Snapshot.pieces
 
-    def slowly(self):
-        for piece in pieces(self):
+    def slowly(self, lane=0, lanes=1):
+        for piece in pieces(self, lane, lanes):
             time.sleep(0.05)
             yield piece
 

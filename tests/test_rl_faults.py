@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.support.launchers import trained
 from tests.support.runs import QUIET, ROOT, Finished, command, config, finish, gone
 from tests.test_exact import by_position
 from tests.test_faults import assert_invariants
@@ -79,14 +80,17 @@ def calm(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("calm")
 
 
-def prove(rows: list[Row], folder: Path, calm: Path, *more: str, replicas: int = 2, spares: int = 1) -> Finished:
+def prove(
+    rows: list[Row], folder: Path, calm: Path, *more: str, replicas: int = 2, spares: int = 1, launcher: str = "controller"
+) -> Finished:
     faults = f"faults=[{', '.join(row.fault() for row in rows)}]"
-    run = finish(config(PPO, folder / "run", *SMALL, *more, f"layout.replicas={replicas}", f"layout.spares={spares}", faults), host=ForkedHost)
+    run = trained(launcher, PPO, folder, *SMALL, *more, f"layout.replicas={replicas}", f"layout.spares={spares}", faults)
     assert_invariants(run, steps=STEPS)
     assert [(f["phase"], f["kind"]) for f in run.kind("fault")] == [(row.phase, row.kind) for row in rows]
     assert len(run.kind("death")) == len(rows)
     check_iterations(run)
-    left = len(run.kind("commit")[-1]["members"])
+    left = len({name.split("/")[0] for name in run.kind("verify")[-1]["hashes"]})
+    assert launcher != "controller" or left == len(run.kind("commit")[-1]["members"])
     assert by_position(run, left) == undisturbed(calm, *more)
     assert gone(run.pids)
     return run
@@ -246,6 +250,13 @@ def test_under_torchrun_the_bits_are_the_same(calm, tmp_path):
     assert_invariants(run, steps=STEPS)
     check_iterations(run)
     assert by_position(run, 1) == undisturbed(calm, *same)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", [pytest.param(r, id=f"{r}-{r.replica}") for r in ROWS])
+def test_without_ray_a_death_changes_no_bit(row, calm, tmp_path):
+    """The one that died joins in the middle of an iteration, with its samples and scores from the board, if it is back by then."""
+    prove([row], tmp_path, calm, spares=0, launcher="lighthouse")
 
 
 @pytest.mark.full

@@ -204,6 +204,25 @@ def test_kl(case: dict) -> None:
     check(new.grad, case["expected"]["grad_new_logprobs"], case)
 
 
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "k1+", "k3+"])
+def test_far_from_the_reference_the_clamps_of_three_libraries(kind: str) -> None:
+    """Log-ratios of -25, -1 and 25 nats: values by the formulas in float64, gradients by the table of rl/kl.py."""
+    x = torch.tensor([[-25.0, -1.0, 25.0]], dtype=torch.float64, requires_grad=True)
+    mask = torch.ones_like(x)
+    plain = {"k1": x, "k2": x * x / 2, "k3": (-x).exp() + x - 1, "abs": x.abs()}[kind.rstrip("+")].detach()
+    held = (-x.clamp(-20, 20)).exp() + x.clamp(-20, 20) - 1
+    expected = {"none": plain, "all": (held.detach() if kind.startswith("k3") else plain).clamp(-10, 10)}
+    expected["k3"] = expected["all"] if kind.startswith("k3") else plain
+    slope = {"k1": torch.ones_like(plain), "k2": x, "k3": 1 - (-x).exp(), "abs": x.sign()}[kind if kind[-1] != "+" else "k2"].detach()
+    for clamp, value in expected.items():
+        x.grad = None
+        got = kl.kl_terms(x, torch.zeros_like(x), mask, kind, clamp)
+        got.sum().backward()
+        torch.testing.assert_close(got.detach(), value)
+        free = torch.ones_like(plain) if kind[-1] == "+" else (value == plain).double()
+        torch.testing.assert_close(x.grad, slope * free)
+
+
 @pytest.mark.parametrize("case", golden("entropy_bonus"))
 def test_entropy_bonus(case: dict) -> None:
     """Through the whole loss: advantages of zero leave only the entropy term."""
@@ -337,6 +356,7 @@ def test_sft_loss_is_cross_entropy_of_the_marked_tokens() -> None:
     [
         ({"aggregation": "mean"}, "rl.loss_aggregation='mean'"),
         ({"kl_kind": "k4"}, "rl.kl_kind='k4'"),
+        ({"kl_clamp": "k2"}, "rl.kl_clamp='k2'"),
         ({"dual_clip": 1.1}, "rl.dual_clip=1.1"),
         ({"clip_low": 1.5}, "rl.clip_low=1.5"),
         ({"kl_coef": -1.0}, "rl.kl_coef=-1.0"),

@@ -43,13 +43,18 @@ def rows(run: Finished) -> dict[int, dict[str, float]]:
 
 
 def test_a_run_that_was_interrupted_goes_on_with_the_same_prompts_and_the_same_coefficient(reward: str, tmp_path: Path) -> None:
-    """Dynamic sampling, the adaptive coefficient and dropped samples; in one go, and with a stop."""
+    """Dynamic sampling, the adaptive coefficient and dropped samples; in one go, and with a stop, after which a rank dies while the first
+    completions are scored."""
     same = [*SHORT, *EVERYTHING, reward, "faults=[]"]
     whole = finish(config(DEMO, tmp_path / "whole", *same, "rl.iterations=4", "layout.replicas=2", "checkpoint.at_end=false"), host=ForkedHost)
     parts = functools.partial(config, DEMO, tmp_path / "parts", *same, "layout.replicas=2")
     finish(parts("rl.iterations=2"), host=ForkedHost)
-    run = finish(parts("rl.iterations=4", "resume=must", "checkpoint.at_end=false"), host=ForkedHost)
+    fault = "faults=[{step: 9, phase: reward, kind: kill, replica: 1}]"
+    run = finish(parts("rl.iterations=4", "resume=must", "checkpoint.at_end=false", fault), host=ForkedHost)
     assert run.final_hashes == whole.final_hashes
+    (struck,) = run.kind("fault")
+    scored = next(e for e in run.kind("reward_failed") if e.t_wall > struck.t_wall - 1)
+    assert len(run.kind("death")) == 1 and struck.t_wall < scored.t_wall, "the processes that score were being started"
     books = account(run.events)
     assert books.exact and books.committed == 10 and books.samples_dropped == sum(len(e["samples"]) for e in run.kind("drop"))
     assert worst(check(run.folder)) == 0

@@ -1,5 +1,5 @@
 """DiLoCo's arithmetic against recorded traces, over real links: `tests/golden/diloco/supplement.json` (made with torchft 0.2.0; the
-README of tests/golden says how), and, where they are at hand, torchft's own (a folder named by EVERSTEP_TORCHFT_TRACES)."""
+README of tests/golden says how), and, where they are at hand, torchft's own (in ../shared/golden/diloco, or in the folder that EVERSTEP_TORCHFT_TRACES names)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from everstep.recovery.quantized import BLOCK, decode, encode, sum_quantized
 from everstep.recovery.semisync import Outer, OuterSgd
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "diloco" / "supplement.json").read_text())
-TRACES = Path(os.environ.get("EVERSTEP_TORCHFT_TRACES", "")) if os.environ.get("EVERSTEP_TORCHFT_TRACES") else None
+TRACES = Path(os.environ.get("EVERSTEP_TORCHFT_TRACES") or Path(__file__).parents[2] / "shared" / "golden" / "diloco")
 never = lambda: False
 numbers = itertools.count()
 
@@ -221,14 +221,13 @@ def test_the_recorded_traces_are_reproduced(case, lines):
     assert {e["type"] for e in used} == {"exit", "fail_allreduce"}
 
 
-@pytest.mark.skipif(TRACES is None, reason="EVERSTEP_TORCHFT_TRACES names no folder with torchft's own traces")
+@pytest.mark.skipif(not TRACES.is_dir(), reason="neither ../shared/golden/diloco nor EVERSTEP_TORCHFT_TRACES has torchft's own traces")
 @pytest.mark.parametrize(("name", "delay", "alpha", "fails"), [
     ("updates_0", 0, 0.0, False), ("updates_1", 0, 0.5, False), ("updates_3", 1, 0.0, False), ("updates_5", 1, 1.0, False),
     ("failure_recovery_0", 0, 0.0, True),
 ])  # fmt: skip
 def test_torchfts_own_traces_are_reproduced(name, delay, alpha, fails, lines):
     """Two 1x1 layers, gradient 2, inner SGD of lr 1, outer SGD of lr 2 without momentum, a sync every third step, fragments in turn."""
-    assert TRACES is not None
     (path,) = TRACES.glob(f"*test_diloco_mocked_{name}.json")
     trace = [replica[0] for replica in json.loads(path.read_text())]
     layers = ["layers.0.weight", "layers.1.weight"]

@@ -83,6 +83,60 @@ def train(
 
 
 @app.command(context_settings=_OVERRIDES)
+def up(
+    config: Config_,
+    overrides: Overrides = None,
+    clean: Annotated[bool, typer.Option("--clean", help="Delete what an earlier run left in run_dir.")] = False,
+    debug: Debug = False,
+) -> int:
+    """Train without Ray: all replicas on this machine, each a torchrun.
+
+    Starts a lighthouse and one process for each replica, with devices of its own,
+    and starts anew what dies. What they print goes to RUN/logs/latest.
+    """
+    from everstep.config.load import load_config
+
+    given = [*(overrides or []), "launcher=local"]
+    loaded = load_config(config, given)
+    from everstep.driver import run_replicas
+
+    again = ["-m", "everstep", "train", config, *given, *(["--clean"] * clean), *(["--debug"] * debug)]
+    return run_replicas(loaded, again, clean)
+
+
+@app.command()
+def lighthouse(
+    bind: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Of torchft's server; the two after it are ours.")] = 29510,
+    min_replicas: Annotated[int, typer.Option("--min-replicas", "--min_replicas", help="That a run waits for to begin.")] = 1,
+    quorum_tick_ms: Annotated[int, typer.Option("--quorum-tick-ms", "--quorum_tick_ms", help="Between looks at the quorum, ms.")] = 100,
+    join_timeout_ms: Annotated[
+        int, typer.Option("--join-timeout-ms", "--join_timeout_ms", help="For stragglers at the start of a run, ms.")
+    ] = 60_000,
+    heartbeat_timeout_ms: Annotated[
+        int, typer.Option("--heartbeat-timeout-ms", "--heartbeat_timeout_ms", help="Until torchft counts one out, ms.")
+    ] = 5000,
+    debug: Debug = False,
+) -> int:
+    """Where replicas started one by one find each other.
+
+    Torchft's lighthouse and, one port up, the coordinator of one run after the
+    other. Replicas find it by TORCHFT_LIGHTHOUSE. Runs until it gets SIGTERM. Can
+    be killed and started again on the same port: training waits, and goes on.
+    """
+    import signal
+    import threading
+
+    from everstep.cluster.lighthouse import serve
+
+    until = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: until.set())
+    serve(bind, port, min_replicas, quorum_tick_ms, join_timeout_ms, heartbeat_timeout_ms, lambda text: print(text, flush=True), until)
+    return 0
+
+
+@app.command(context_settings=_OVERRIDES)
 def chaos(
     config: Config_,
     overrides: Overrides = None,
@@ -140,6 +194,33 @@ def explain(
         for name, text in rows:
             if text is not None:
                 print(f"  {name:<8} {text}")
+
+
+config_app = typer.Typer(help="Translate another system's configuration.", rich_markup_mode=None)
+app.add_typer(config_app, name="config")
+
+
+@config_app.command("import", context_settings=_OVERRIDES)
+def config_import(
+    given: Annotated[
+        list[str], typer.Argument(metavar="FILE_OR_OVERRIDES...", help="A script or file; after it, or alone, its options as KEY=VALUE.")
+    ],
+    system: Annotated[str, typer.Option("--from", help="siirl torchtitan ray-example twinkle.")],
+    records: Annotated[int | None, typer.Option(min=1, help="Training records, where passes are counted.", show_default=False)] = None,
+    debug: Debug = False,
+) -> None:
+    """Print the configuration of another system as one of ours.
+
+    Each key says what it was; what has no counterpart is named, with the reason.
+    Nothing of what is read is run. docs/migrating.md has every option.
+    """
+    from everstep.config.importing import as_yaml, translate
+
+    result = translate(system, given, records)
+    print(as_yaml(result, " ".join(["--from", system, *given])), end="")
+    left = len(result.unsupported) + len(result.unknown)
+    print(f"everstep: {len(result.keys)} keys, {len(result.implied)} options need none, {left} have no counterpart (see the head of the file)"
+          + (f"; to be given: {', '.join(result.missing)}" if result.missing else ""), file=sys.stderr)
 
 
 @app.command()
@@ -378,7 +459,7 @@ def run(arguments: Sequence[str]) -> int:
             raise
         return error.exit_code if told else _say(error, error.exit_code)
     except _UsageError as error:
-        command = f"everstep {error.ctx.info_name}" if error.ctx and error.ctx.parent else "everstep"
+        command = error.ctx.command_path if error.ctx else "everstep"
         return _say(f"{error.format_message().rstrip('.')} (see {command} --help)", BadInput.exit_code)
     except typer.Exit as stop:
         return stop.exit_code

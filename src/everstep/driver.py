@@ -17,9 +17,10 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from everstep.checkpoint.choose import Chosen, adopt, choose
+from everstep import attempt
+from everstep.checkpoint.choose import Chosen, choose
 from everstep.checkpoint.manifest import pointed_at, step_of
 from everstep.cluster import environment, torchrun
 from everstep.cluster.group import Group
@@ -35,7 +36,7 @@ from everstep.recipes import dpo, grpo, ppo, sft
 from everstep.recipes.run import Run
 from everstep.recovery import rendezvous
 from everstep.recovery.view import Kind, Record
-from everstep.run_dir import RunDir, check_run_dir, checkpoints_of, open_run_dir, prepare_run_dir
+from everstep.run_dir import RunDir, check_run_dir, checkpoints_of, open_run_dir
 from everstep.telemetry import logs
 from everstep.telemetry.console import Console
 from everstep.telemetry.events import EventLog, read_events
@@ -45,6 +46,9 @@ from everstep.telemetry.recoveries import account, recoveries
 from everstep.telemetry.report import reward_curve, summary_table
 from everstep.telemetry.trackers import open_trackers
 from everstep.telemetry.watching import Watching
+
+if TYPE_CHECKING:
+    from everstep.cluster.local import Entry
 
 RECIPES = {"sft": sft.train, "grpo": grpo.train, "ppo": ppo.train, "dpo": dpo.train}
 
@@ -59,25 +63,27 @@ def launch(config: Config | str | os.PathLike[str], overrides: Sequence[str] = (
     _quiet_libraries()
     if not isinstance(config, Config):
         config = config_files.load_config(os.fspath(config), overrides)
+    config = environment.placed(config)
     check(config)
-    check_run_dir(config, clean)
     launcher = environment.detect_launcher(config)
+    if launcher == "ray":
+        check_run_dir(config, clean)
     config = logs.with_environment(config, os.environ)
     watching = Watching(config)
     try:
-        run_dir, chosen, events = _enter(config, clean, launcher, watching)
-        group = _start_group(config, launcher, run_dir, events, None)
+        run_dir, chosen, events, entry = _enter(config, clean, launcher, watching)
+        group = _start_group(config, launcher, run_dir, events, None, entry)
     except BaseException:
         watching.close()
         raise
     group.closing.callback(watching.close)
-    if events:
+    if group.is_lead and config.replica.id is None:  # else the lighthouse does
         watching.follow(run_dir, group.status)
     if chosen.path:
         try:
             group.load(chosen.path)
         except BaseException:
-            group.close()
+            group.close("failed")
             raise
     return group
 
@@ -94,13 +100,14 @@ def run(
     starts the workers, in the place of Ray.
     """
     _quiet_libraries()
+    config = environment.placed(config)
     launcher = environment.detect_launcher(config)
     inside = environment.inside_torchrun()
     if launcher == "ray" or not inside or os.environ.get("RANK") == "0":
         check(config)
         if attach:
             check_attach(config, clean, launcher)
-        else:
+        elif config.replica.id is None:  # else the lighthouse looks: only it knows whether the run goes on
             check_run_dir(config, clean)
     config = logs.with_environment(config, os.environ)
     if launcher == "local" and not inside:
@@ -110,39 +117,59 @@ def run(
         return _run(config, check_data(config), launcher, clean, interrupts, host, attach)
 
 
+def run_replicas(config: Config, program: Sequence[str], clean: bool) -> int:
+    """All replicas of ``config`` on this machine, each a torchrun of its own, under a lighthouse; returns 0. Raises EverstepError."""
+    from everstep.cluster.up import up
+
+    _quiet_libraries()
+    config = environment.placed(config.model_copy(update={"launcher": "local"}))
+    check(config.model_copy(update={"replica": config.replica.model_copy(update={"id": 0})}))
+    check_run_dir(config, clean)
+    check_data(config)
+    return up(config, program, lambda text: print(f"everstep: {text}", file=sys.stderr))
+
+
 def _run(
     config: Config, data: PreparedData, launcher: str, clean: bool, interrupts: _Interrupts, host: Callable[[Config], Host] | None,
     attach: bool,
 ) -> int:
     watching = Watching(config)
     try:
-        run_dir, chosen, events = _enter_again(config, watching) if attach else _enter(config, clean, launcher, watching)
+        run_dir, chosen, events, entry = _enter_again(config, watching) if attach else _enter(config, clean, launcher, watching)
     except BaseException:
         watching.close()
         raise
-    lead = events is not None
+    lead = events is not None or (entry is not None and entry.head is not None)  # or may come to be it
     console = Console(config.telemetry.progress, title=config.recipe) if lead else None
     metrics: Metrics | None = None
+    own_events = events
     group: Group | None = None
     the_run: Run | None = None
     ongoing = Ongoing()
     status = "failed"
     try:
         if console:
-            _introduce(console, config, data, run_dir, chosen, launcher)
+            _introduce(console, config, data, run_dir, chosen, launcher, entry)
         if console and watching.dashboard:
             console.note(f"dashboard: {watching.dashboard}")
         on_record = _follow(console, run_dir, config.layout.replicas, ongoing) if console else None
-        group = _start_group(config, launcher, run_dir, events, on_record, host, attach)
-        if lead:
+        group = _start_group(config, launcher, run_dir, events, on_record, entry, host, attach)
+        if group.is_lead and config.replica.id is None:  # else the lighthouse does
             watching.follow(run_dir, group.status)
-            from_step = group.committed_step if attach else chosen.step
-            metrics = Metrics(run_dir.path, open_trackers(config, run_dir.path, from_step, _tracker_failed(console, events)))
+        track: Callable[[int], Metrics] = lambda step: Metrics(
+            run_dir.path, open_trackers(config, run_dir.path, step, _tracker_failed(console, own_events))
+        )
+        open_metrics: Callable[[int], Metrics] | None = None
+        if launcher == "ray":
+            metrics = track(group.committed_step if attach else chosen.step)
+        elif lead:
+            own_events = group.events  # type: ignore[attr-defined]
+            open_metrics = lambda step: track(step - 1)
         if chosen.path:
             group.load(chosen.path)
         saved_step = _newest_checkpoint(config) if attach else chosen.step
         while True:
-            the_run = Run(config, group, data, console, metrics, events, saved_step, ongoing)
+            the_run = Run(config, group, data, console, metrics, own_events, saved_step, ongoing, open_metrics=open_metrics)
             try:
                 RECIPES[config.recipe](the_run)
                 the_run.finish_saves()
@@ -152,9 +179,10 @@ def _run(
                 the_run.note(str(back))
                 saved_step = the_run.saved_step
         status = "done"
-        if console and events:
+        if console and group.is_lead:
             console.stop()
-            events.emit("run_end", status=status)
+            if events:
+                events.emit("run_end", status=status)
             _conclude(console, the_run, run_dir, digest)
         return 0
     except KeyboardInterrupt as interrupt:
@@ -168,8 +196,8 @@ def _run(
             events.emit("error", error=type(error).__name__, message=message)
         raise BelowMinimum(message) from None
     except EverstepError as error:
-        if events:
-            events.emit("error", error=type(error).__name__, message=str(error))
+        if own_events:
+            own_events.emit("error", error=type(error).__name__, message=str(error))
         raise
     finally:
         interrupts.ignored = True
@@ -179,10 +207,14 @@ def _run(
                 last_first.callback(events.close)
                 if status != "done":
                     last_first.callback(events.emit, "run_end", status=status)
-            if metrics:
+            if the_run and the_run.metrics:
+                last_first.callback(the_run.metrics.close)
+            elif metrics:
                 last_first.callback(metrics.close)
+            if group is None and entry and entry.lighthouse:
+                last_first.callback(entry.lighthouse.close, status)
             if group:
-                last_first.callback(group.close)
+                last_first.callback(group.close, status)
                 if console and group.unfired_faults:
                     last_first.callback(console.note, f"faults that never fired: {'; '.join(group.unfired_faults)}")
             if console:
@@ -194,33 +226,19 @@ def _run(
 
 def _enter(
     config: Config, clean: bool, launcher: str, watching: Watching
-) -> tuple[RunDir, Chosen, EventLog | None]:
-    """The run's folder and the checkpoint to start from. Under torchrun one rank prepares, the others are told."""
-    if launcher == "ray":
-        run_dir, chosen = _prepare(config, clean)
-    else:
-        import torch.distributed as dist
+) -> tuple[RunDir, Chosen, EventLog | None, Entry | None]:
+    """The run's folder and the checkpoint to start from; the controller's log, or how this rank of torchrun comes into the run."""
+    if launcher == "local":
+        from everstep.cluster import local
 
-        from everstep.cluster.local import join_world
-
-        env = join_world(config)
-        shared: list[Any] = [None]
-        if env.rank == 0:
-            try:
-                shared = [_prepare(config, clean)]
-            except EverstepError as error:
-                shared = [error]
-        dist.broadcast_object_list(shared)
-        if isinstance(shared[0], EverstepError):
-            raise shared[0]
-        run_dir, chosen = shared[0]
-        if env.rank != 0:
-            return run_dir, chosen, None
-    watching.begin(run_dir, own_log=launcher == "ray")
+        entry = local.enter(config, clean, watching)
+        return entry.run_dir, entry.chosen, None, entry
+    run_dir, chosen = attempt.prepare(config, clean)
+    watching.begin(run_dir, own_log=True)
     events = EventLog(run_dir.events / "lead.jsonl", "lead", watching.alerts.offer)
     events.emit("run_start", step=chosen.step, attempt=run_dir.attempt, recipe=config.recipe, launcher=launcher,
                 replicas=config.layout.replicas, spares=config.layout.spares)
-    return run_dir, chosen, events
+    return run_dir, chosen, events, None
 
 
 def check_attach(config: Config, clean: bool, launcher: str) -> None:
@@ -240,24 +258,15 @@ def check_attach(config: Config, clean: bool, launcher: str) -> None:
         )
 
 
-def _enter_again(config: Config, watching: Watching) -> tuple[RunDir, Chosen, EventLog]:
+def _enter_again(config: Config, watching: Watching) -> tuple[RunDir, Chosen, EventLog, None]:
     """The folder of a run that goes on with its workers: no new attempt."""
     run_dir = open_run_dir(config.run_dir)
     watching.begin(run_dir, own_log=True)
-    return run_dir, Chosen("attach"), EventLog(run_dir.events / "lead.jsonl", "lead", watching.alerts.offer)
-
-
-def _prepare(config: Config, clean: bool) -> tuple[RunDir, Chosen]:
-    chosen = choose(checkpoints_of(config), config.resume)  # first: what is refused leaves no folder
-    run_dir = prepare_run_dir(config, clean)
-    if config.resume != "never":
-        adopt(checkpoints_of(config), chosen)
-    config_files.save(config, run_dir.configs / "resolved.yaml")
-    return run_dir, chosen
+    return run_dir, Chosen("attach"), EventLog(run_dir.events / "lead.jsonl", "lead", watching.alerts.offer), None
 
 
 def _start_group(
-    config: Config, launcher: str, run_dir: RunDir, events: EventLog | None, on_record: Any,
+    config: Config, launcher: str, run_dir: RunDir, events: EventLog | None, on_record: Any, entry: Entry | None,
     host: Callable[[Config], Host] | None = None, attach: bool = False,
 ) -> Group:
     if launcher == "ray":
@@ -268,7 +277,8 @@ def _start_group(
         return Controller(config, run_dir, events, made, on_record, attach)
     from everstep.cluster.local import LocalGroup
 
-    return LocalGroup(config, run_dir, events)
+    assert entry is not None
+    return LocalGroup(config, entry)
 
 
 def _ray_host(config: Config, before: rendezvous.Announcement | None) -> Host:
@@ -316,7 +326,9 @@ def _newest_checkpoint(config: Config) -> int:
     return (step_of(named) or 0) if named else 0
 
 
-def _introduce(console: Console, config: Config, data: PreparedData, run_dir: RunDir, chosen: Chosen, launcher: str) -> None:
+def _introduce(
+    console: Console, config: Config, data: PreparedData, run_dir: RunDir, chosen: Chosen, launcher: str, entry: Entry | None
+) -> None:
     sizes = config.layout
     console.note(
         f"{config.recipe} of {config.model.path}, launcher {launcher}: {sizes.replicas} replicas of "
@@ -327,11 +339,13 @@ def _introduce(console: Console, config: Config, data: PreparedData, run_dir: Ru
     for dataset in (data.train, data.eval, data.warmup):
         if dataset and dataset.dropped:
             console.note(f"{dataset.key}: {len(dataset.dropped)} records left out, the first: {dataset.dropped[0].reason}")
+    if data.eval and (seen := data.held_out_in_training()):
+        console.note(f"{data.eval.key}: {seen} of {len(data.eval)} held-out samples are training samples too")
     if chosen.resume == "attach":
         console.note("taking over from a controller that was killed")
         return
     if config.resume != "never":
-        console.note(chosen.explain())
+        console.note(entry.explained if entry else chosen.explain())
     console.note("starting the processes")
 
 

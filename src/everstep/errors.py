@@ -92,7 +92,21 @@ class InvariantViolated(EverstepError):
     exit_code = 4
 
 
+class RunEnded(EverstepError):
+    """The run came to its end without this replica (launcher local: it died shortly before, or came too late). Nothing is wrong."""
+
+    exit_code = 0
+
+
 class Interrupted(EverstepError):
     """Ctrl-C or SIGTERM; everything was shut down in order."""
 
     exit_code = 130
+
+
+def typed(name: str, message: str) -> EverstepError:
+    """The error of the family that is called ``name``, as another process told it; WorkerFailed if none is."""
+    found = globals().get(name)
+    if isinstance(found, type) and issubclass(found, EverstepError):
+        return found(message)
+    return WorkerFailed(f"{name}: {message}")

@@ -121,6 +121,11 @@ class Saver:
         told, self._told = self._told, []
         return told
 
+    @property
+    def attempt(self) -> str | None:
+        """Name of the save that has begun and not ended."""
+        return self._attempt.id if self._attempt else None
+
     # -- one save ---------------------------------------------------------------------------------------------------------------
 
     def checkpoint(self, step: int) -> Path:

@@ -22,17 +22,17 @@ from everstep.checkpoint.storage import CheckpointError
 from everstep.cluster import succession
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.crew import Crew
-from everstep.cluster.dispatch import get_dispatch, mesh_of, ranks_of
+from everstep.cluster.dispatch import get_dispatch, ranks_of
 from everstep.cluster.endpoint import Endpoint
 from everstep.cluster.formation import Formation
-from everstep.cluster.group import Role, StepResult
+from everstep.cluster.group import InOnePlace, StepResult
 from everstep.cluster.host import Host, ProcessEnded, Sharing, WorkerSpec
-from everstep.cluster.island import Round
 from everstep.cluster.owed import POLL_S, Owed, all_done, gather
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.rollback import Rollback
-from everstep.cluster.slots import cut_round, cut_slots, require_synchronous, sample_ids
+from everstep.cluster.slots import sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
+from everstep.cluster.verbs import Arguments, Slots, Verbs
 from everstep.cluster.watch import Watch
 from everstep.config import derive
 from everstep.config.schema import Config, Fault
@@ -66,13 +66,11 @@ T = TypeVar("T")
 _DEATH_CONFIRM_S = 30.0
 
 
-class Controller:
+class Controller(InOnePlace, Verbs):
     """The :class:`everstep.cluster.group.Group` of a run that has one controller. Closes ``host``, also if it cannot start.
 
     ``attach``: in the place of starting workers, take over those of a dead controller of this run (recovery.controller_grace_s).
     """
-
-    is_lead = True
 
     def __init__(
         self, config: Config, run_dir: RunDir, events: EventLog, host: Host, on_record: Callable[[Record], None] | None = None,
@@ -202,7 +200,7 @@ class Controller:
         assert self._server is not None
         return self._server.address
 
-    def close(self) -> None:
+    def close(self, status: str = "done") -> None:
         if self._closed:
             return
         self._closed = True
@@ -279,10 +277,7 @@ class Controller:
     def rollout(self, prompts: TrainingBatch, sampling: Sampling) -> TrainingBatch:
         pool = self._pool
         if pool is None:
-            completed: TrainingBatch = self.call(
-                mesh_of(self.config.recovery, sampling.samples_per_batch), "generate", prompts, sampling
-            )
-            return completed
+            return super().rollout(prompts, sampling)
         start = time.monotonic()
         if not pool.has(prompts.sample_ids):
             self.rollout_ahead(prompts, sampling)
@@ -329,35 +324,17 @@ class Controller:
         if self._injector:
             self._injector.on_stage(name, self.committed_step + 1)
 
-    def train_step(
-        self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, role: Role = "actor",
-        about: Mapping[str, Any] | None = None, state: dict[str, Any] | None = None,
+    def _transact(
+        self, slots: Slots, loss: LossSpec, lr: float, method: str, arguments: Arguments, state: dict[str, Any] | None,
+        about: Mapping[str, Any],
     ) -> StepResult:
-        require_synchronous(self.config)
-        slots = cut_slots(batch, self.config.train, self.layout.dp)
-        return self._step(slots, loss, lr, "train_step", lambda step, shared: (step, shared, loss, lr, temperature, role), state, about)
-
-    def train_round(
-        self, batches: Sequence[TrainingBatch], loss: LossSpec, lrs: Sequence[float], temperature: float = 1.0, rollout: LossSpec | None = None,
-        state: dict[str, Any] | None = None,
-    ) -> StepResult:
-        slots, bounds = cut_round(batches, self.config, rollout is not None)
-        make: Callable[[int], Round] = lambda step: Round(step, bounds, tuple(lrs), temperature)
-        return self._step(slots, loss, lrs[-1], "train_round", lambda step, shared: (make(step), shared, loss, rollout), state)
-
-    def _step(
-        self, slots: list[tuple[TrainingBatch, ...]], loss: LossSpec, lr: float, method: str,
-        arguments: Callable[[int, Any], tuple[Any, ...]], state: dict[str, Any] | None, about: Mapping[str, Any] | None = None,
-    ) -> StepResult:
-        """One transaction over ``slots``. ``arguments``: of the worker's method, from the step and the slots as the host shares them
-        (the coordinator's incarnation follows)."""
         step = self.committed_step + 1
         share = Sharing(self._host)
         shared = self._host.slots([[share(micro) for micro in slot] for slot in slots])
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + share.nbytes, self.dispatch_seconds + share.seconds
         self._crew.leaving.at_a_boundary()
         self._prepare_faults(step)
-        self.server.begin(step, sample_ids(slots), {"lr": lr} | dict(about or {}), state)
+        self.server.begin(step, sample_ids(slots), about, state)
         if self._injector:
             self._injector.begins(step)
         coordinator = self.server.coordinator
@@ -408,7 +385,7 @@ class Controller:
             raise NotEnoughReplicas(f"step {step} was committed but no rank that applied it is left; resume from the last checkpoint")
         self._watch.step(step, reports, view)
         first_ranks = {self._place_of(w)[0]: r for w, r in finished.items() if self._place_of(w)[1] == 0}
-        return combine(step, list(finished.values()), list(first_ranks.values()), loss, lr, len(slots), view)
+        return combine(step, list(finished.values()), list(first_ranks.values()), loss, lr, len(slots), view.contributors)
 
     def once(self, function: Callable[..., T], *args: Any) -> T:
         return function(*args)

@@ -13,6 +13,7 @@ No torch here: this is read before anything heavy is imported.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -87,6 +88,72 @@ def worker_environment(config: Config) -> dict[str, str]:
     if config.device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""  # else libraries would open contexts on devices that are not ours
     return env | dict(config.env)
+
+
+def placed(config: Config, environ: Mapping[str, str] | None = None) -> Config:
+    """The configuration with what torchft's and torchtitan's variables add to it (launcher local): REPLICA_GROUP_ID is replica.id, NGPU
+    the ranks of a replica, which layout.dp makes up for. ConfigError if they contradict it."""
+    given = os.environ if environ is None else environ
+    if detect_launcher(config, given) != "local":
+        return config
+    changes: dict[str, dict[str, int]] = {}
+    if (group := given.get("REPLICA_GROUP_ID")) and config.replica.id is None:
+        changes["replica"] = {"id": _integer("REPLICA_GROUP_ID", group)}
+    if gpus := given.get("NGPU"):
+        sizes = config.layout
+        others, ranks = sizes.tp * sizes.cp * sizes.pp, _integer("NGPU", gpus)
+        if ranks != others * sizes.dp:
+            if sizes.dp > 1 or ranks % others:
+                raise ConfigError(
+                    f"NGPU={ranks}, but layout.tp*cp*pp*dp={others * sizes.dp} ranks make up a replica; change one of them"
+                )
+            changes["layout"] = {"dp": ranks // others}
+    if not changes:
+        return config
+    return config.model_copy(update={name: getattr(config, name).model_copy(update=values) for name, values in changes.items()})
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines of one replica, and which of them this is. ``master_port`` 0: not given."""
+
+    count: int = 1
+    index: int = 0
+    master_addr: str = ""
+    master_port: int = 0
+
+
+def machines(environ: Mapping[str, str] | None = None) -> Machines:
+    """From PET_NNODES, PET_NODE_RANK and MASTER_ADDR (MASTER_PORT), as torchrun reads them, else from Slurm's variables for a job that is
+    one replica (SLURM_NNODES, SLURM_NODEID; the first of SLURM_JOB_NODELIST is the master unless MASTER_ADDR says otherwise). BadInput."""
+    given = os.environ if environ is None else environ
+    if "PET_NNODES" in given:
+        names = ("PET_NNODES", "PET_NODE_RANK")
+    elif "SLURM_NNODES" in given and "SLURM_NODEID" in given:
+        names = ("SLURM_NNODES", "SLURM_NODEID")
+    else:
+        return Machines()
+    count, index = _integer(names[0], given[names[0]]), _integer(names[1], given.get(names[1], "0"))
+    if count == 1:
+        return Machines()
+    if not 0 <= index < count:
+        raise BadInput(f"{names[1]}={index} is not below {names[0]}={count}")
+    master = given.get("MASTER_ADDR") or (_first_host(given.get("SLURM_JOB_NODELIST", "")) if names[0].startswith("SLURM") else "")
+    if not master:
+        raise BadInput(f"{names[0]}={count}: a replica over several machines needs MASTER_ADDR, the address of the one with {names[1]}=0")
+    return Machines(count, index, master, _integer("MASTER_PORT", given.get("MASTER_PORT", "0")))
+
+
+def _first_host(nodelist: str) -> str:
+    """``n[03-05,9],m1`` -> ``n03``."""
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\](.*?))?(?:,|$)", nodelist)
+    return "" if match is None else match[1] + (match[2] or "") + (match[3] or "")
+
+
+def lighthouse_address(config: Config, environ: Mapping[str, str] | None = None) -> str:
+    """Where the lighthouse is: lighthouse.address, else TORCHFT_LIGHTHOUSE, else torchft's default on this machine."""
+    given = os.environ if environ is None else environ
+    return config.lighthouse.address or given.get("TORCHFT_LIGHTHOUSE") or "http://127.0.0.1:29510"
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:

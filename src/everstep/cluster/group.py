@@ -2,7 +2,8 @@
 
 ``launcher=ray`` (:mod:`everstep.cluster.controller`): the recipe runs once, in the controller. ``launcher=local``
 (:mod:`everstep.cluster.local`): the recipe runs in every rank, each call does this rank's part, and results are exchanged so
-that every rank sees the same ones. A recipe written against this module cannot tell the difference.
+that every rank sees the same ones. A recipe written against this module cannot tell the difference, as long as what it does depends on
+nothing but its configuration, its state and the results of its calls.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ class Group(Protocol):
     @property
     def is_lead(self) -> bool:
         """Whether this process prints, logs and writes files for the run."""
+
+    @property
+    def bookmarked(self) -> dict[str, Any]:
+        """What was last marked, in a life that joined a running recipe; else empty."""
 
     @property
     def unfired_faults(self) -> list[str]:
@@ -140,5 +145,22 @@ class Group(Protocol):
     def status(self) -> dict[str, Any]:
         """Replicas, spares, epoch, committed step, and what each rank last reported."""
 
-    def close(self) -> None:
-        """Stop every process of the group."""
+    def mark(self, state: dict[str, Any]) -> None:
+        """The recipe could go on from here with ``state`` (JSON) and the calls that follow: a replica that joins later does
+        (launcher local). Of several without a step in between the first counts."""
+
+    def close(self, status: str = "done") -> None:
+        """Stop every process of the group. ``status``: how the run ended (done, failed, interrupted)."""
+
+
+class InOnePlace:
+    """Of a group whose recipe runs in one process: that one leads, and nobody has to come to where it is."""
+
+    is_lead = True
+
+    @property
+    def bookmarked(self) -> dict[str, Any]:
+        return {}
+
+    def mark(self, state: dict[str, Any]) -> None:
+        pass

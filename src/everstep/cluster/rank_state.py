@@ -120,3 +120,10 @@ def clip(engine: Engine, grad_norm: float) -> float:
     """What a gradient of this norm is multiplied by (optimizer.clip_grad_norm, of the model's own optimizer)."""
     limit = engine.config.optimizer.clip_grad_norm
     return min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0
+
+
+def with_digests_of(mine: dict[str, Any], scalars: dict[str, Any]) -> dict[str, Any]:
+    """``scalars`` of a rank of another layout: the digests of what LoRA froze are of that rank's cut, so this one's own stand in."""
+    changed = {name: mine[name] for name in scalars if name == "frozen_digest" and name in mine}
+    inner = {name: with_digests_of(mine[name], value) for name, value in scalars.items() if isinstance(value, dict) and name in mine}
+    return scalars | changed | inner

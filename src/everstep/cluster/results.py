@@ -13,12 +13,12 @@ from everstep.cluster.group import StepResult
 from everstep.engine.loss import LossSpec, unpack_sums
 from everstep.errors import InvariantViolated
 from everstep.recovery.transaction import StepReport
-from everstep.recovery.view import Outcome, View
+from everstep.recovery.view import Outcome
 from everstep.telemetry.events import EventLog
 
 
 def combine(
-    step: int, reports: Sequence[StepReport], per_replica: Sequence[StepReport], loss: LossSpec, lr: float, slots: int, view: View
+    step: int, reports: Sequence[StepReport], per_replica: Sequence[StepReport], loss: LossSpec, lr: float, slots: int, members: tuple[int, ...]
 ) -> StepResult:
     """``reports``: of every rank that finished the step; ``per_replica``: one of each replica, to count slots once.
 
@@ -36,7 +36,7 @@ def combine(
     return StepResult(
         step=step, applied=first.outcome is Outcome.APPLY, loss=ratios.pop("loss"), divisor=first.sums[0],
         grad_norm=first.grad_norm, lr=lr, metrics=ratios | first.metrics, seconds=seconds, attempts=max(r.attempts for r in reports),
-        slots=slots, slots_redone=sum(r.slots_redone for r in per_replica), members=view.contributors,
+        slots=slots, slots_redone=sum(r.slots_redone for r in per_replica), members=members,
         link_bytes=sum(r.link_bytes for r in reports) / len(per_replica),
     )
 

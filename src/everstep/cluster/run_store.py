@@ -1,18 +1,27 @@
-"""The run's store, through which ranks find each other: the controller's, and after a takeover the next one's."""
+"""The run's store, through which ranks find each other: the controller's, and after a takeover the next one's; or the lighthouse's.
+
+A new one begins empty: everything in it is named by a view's epoch or by a formation, and is of use only while that lasts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
-from typing import cast
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
+T = TypeVar("T")
+
 
 class RunStore:
-    """Answers questions at once, over one connection; whoever waits in the store needs one of its own (``open``)."""
+    """Answers questions at once, over one connection; whoever waits in the store needs one of its own (``open``).
 
-    def __init__(self, address: tuple[str, int], timeout_s: float):
-        self._address, self._timeout_s = address, timeout_s
+    ``comes_back``: the one that is gone is replaced at its address (a lighthouse's), and waited for there at most ``timeout_s``.
+    """
+
+    def __init__(self, address: tuple[str, int], timeout_s: float, comes_back: bool = False):
+        self._address, self._timeout_s, self._comes_back = address, timeout_s, comes_back
         self._client: dist.Store | None = None
 
     def move(self, address: tuple[str, int]) -> None:
@@ -30,16 +39,21 @@ class RunStore:
         return cast(dist.Store, self)
 
     def check(self, keys: list[str]) -> bool:
-        return bool(self._now().check(keys))
+        return self._ask(lambda store: bool(store.check(keys)))
 
     def get(self, key: str) -> bytes:
-        return bytes(self._now().get(key))
+        return self._ask(lambda store: bytes(store.get(key)))
 
     def set(self, key: str, value: str) -> None:
-        self._now().set(key, value)
+        self._ask(lambda store: store.set(key, value))
 
-    def _now(self) -> dist.Store:
+    def _ask(self, question: Callable[[dist.Store], T]) -> T:
         client = self._client
-        if client is None:
-            client = self._client = self.open()
-        return client
+        if client is not None:
+            try:
+                return question(client)
+            except RuntimeError:  # what the client raises when the other end is gone
+                if not self._comes_back:
+                    raise
+        client = self._client = self.open()
+        return question(client)

@@ -1,15 +1,15 @@
-"""What a controller makes of the log and the workers of a dead one (docs/protocol.md, rule 7). :func:`decide` is pure.
+"""What a controller, or a lighthouse, makes of the log and the workers of a dead one (docs/protocol.md, rule 7). :func:`decide` is pure.
 
 The new coordinator takes the maximum of the durable record and of what living ranks heard, sends the last commit again, and goes on
-with the replicas of which every rank lives and holds that step, or the total of it. All other living workers are repaired like the
-ranks of a broken replica.
+with the replicas of which every rank lives and holds that step, or the total of it. All other living workers of a
+controller are repaired like the ranks of a broken replica; a lighthouse lets a replica that was healing heal anew, and others end.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,14 @@ from everstep.recovery.commitlog import Past
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Member, Record
 from everstep.run_dir import RunDir
-from everstep.telemetry.events import read_events
+from everstep.telemetry.events import Event, read_events
 
 _POLL_S = 0.005
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a living rank said when it connected (``everstep.cluster.worker.Worker._describe``, and its newest records)."""
+    """What a living rank said once it obeyed the new coordinator (:func:`everstep.cluster.orphaned.describe`, and its newest records)."""
 
     last: Record | None
     commit: Record | None
@@ -59,6 +59,7 @@ class Decision:
     last: Record                  # the newest record that is known anywhere
     commit: Record | None         # of the last committed step
     members: list[Member]         # replicas that go on
+    healing: list[Member]         # those that live as they were, but lack the state: they were healing
     lives: dict[int, Member]      # the newest life of every replica
     spares: list[str]
     reference: bool
@@ -80,17 +81,13 @@ def decide(past: Past, told: Mapping[str, Told], run_dir: Path) -> Decision:
     step = last.view.committed
     commit = next((r for r in records if r.step == step and r.epoch is not None), None)
     lives = _lives(past.members | {m.replica: m for m in last.view.members}, told)
-    members = [
-        m for m in lives.values()
-        if all(
-            w in told and told[w].place == (m.replica, rank, m.build) and told[w].reaches(step, commit)
-            for rank, w in enumerate(m.workers)
-        )
-    ]
+    there = [m for m in lives.values() if all(w in told and told[w].place == (m.replica, r, m.build) for r, w in enumerate(m.workers))]
+    members = [m for m in there if all(told[w].reaches(step, commit) for w in m.workers)]
+    healing = [m for m in there if m not in members and m in last.view.members and m.replica in last.view.healing]
     placed = {w for m in lives.values() for w in m.workers}
     state = commit.state if commit and commit.state is not None else past.states.get(step)
     return Decision(
-        last, commit, members, lives, sorted(set(told) - placed), any(t.reference for t in told.values()), state if step else {}
+        last, commit, members, healing, lives, sorted(set(told) - placed), any(t.reference for t in told.values()), state if step else {}
     )
 
 
@@ -108,6 +105,17 @@ def _lives(recorded: Mapping[int, Member], told: Mapping[str, Told]) -> dict[int
             life = dataclasses.replace(life, workers=(*life.workers[:rank], worker, *life.workers[rank + 1 :]))
         lives[replica] = life
     return lives
+
+
+def noted(events: Iterable[Event]) -> int:
+    """The last step whose commit the dead coordinator could still write down as an event."""
+    return max((e.step or 0 for e in events if e.event == "commit"), default=0)
+
+
+def faults_left(faults: Iterable[Fault], events: Iterable[Event]) -> list[Fault]:
+    """Of the fault schedule, what the dead coordinator did not do."""
+    done = {(e.step, e["kind"], e["phase"], e["replica"], e["rank"]) for e in events if e.event == "fault"}
+    return [f for f in faults if (f.step, f.kind, f.phase, f.replica, f.rank) not in done]
 
 
 class Adopting:
@@ -159,10 +167,9 @@ class Adopting:
 
     @property
     def noted(self) -> int:
-        """The last step whose commit the dead controller could still write down as an event."""
-        return max((e.step or 0 for e in self._written if e.event == "commit"), default=0)
+        """As :func:`noted`."""
+        return noted(self._written)
 
     def faults_left(self) -> list[Fault]:
-        """Of the fault schedule, what the dead controller did not do."""
-        done = {(e.step, e["kind"], e["phase"], e["replica"], e["rank"]) for e in self._written if e.event == "fault"}
-        return [f for f in self._config.faults if (f.step, f.kind, f.phase, f.replica, f.rank) not in done]
+        """As :func:`faults_left`."""
+        return faults_left(self._config.faults, self._written)

@@ -30,15 +30,32 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from everstep.cluster import environment
 from everstep.cluster.environment import inside_torchrun, worker_environment
 from everstep.cluster.orphans import TOKEN, kill_all
 from everstep.cluster.processes import die_with_parent
 from everstep.config import derive
 from everstep.config.schema import Config
-from everstep.errors import BadInput, ConfigError, EverstepError, Interrupted
+from everstep.errors import (
+    BadInput,
+    ConfigError,
+    CoordinatorLost,
+    DeadlineExceeded,
+    EverstepError,
+    Fenced,
+    Interrupted,
+    ReplicaBroken,
+)
 
-_EXIT_DIR = "EVERSTEP_EXIT_DIR"  # where workers leave their exit codes
+EXIT_DIR = "EVERSTEP_EXIT_DIR"  # where workers leave their exit codes
+_DELAY = "EVERSTEP_RESTART_DELAY_S"  # the agent's: local.restart_delay_s
+_LIGHTHOUSE = "EVERSTEP_LIGHTHOUSE"  # the agent's: where the lighthouse is, if there are several replicas
+DEFAULT_MASTER_PORT = 29500
+_LONGEST_DELAY_S = 60.0
+#: Of one life of one replica only: another life may do better.
+RESTARTED = (ReplicaBroken, Fenced, DeadlineExceeded)
 _HOST = "127.0.0.1"
 _POLL_S = 0.05
 _GRACE_S = 40.0  # torchrun gives its workers 30 s to end after a signal
@@ -50,31 +67,46 @@ _WORST_FIRST_INTERRUPTED = (4, 2, 1, 130, 3)
 
 
 def launch(config: Config, program: Sequence[str], say: Callable[[str], None] | None = None) -> int:
-    """Run ``program`` (``["-m", "everstep", "train", CONFIG, ...]``) on every rank of the one replica; wait for its end.
+    """Run ``program`` (``["-m", "everstep", "train", CONFIG, ...]``) on every rank of one replica (of its part on this machine, if it has
+    several); wait for its end.
 
     Returns the exit code that fits the cause: 0 if all ranks ended well, else the worst typed code of a
     rank; a rank that was killed counts as 3 (resumable), SIGINT or SIGTERM to us as 130. ``say`` gets the
     sentence of that cause (default: standard error). BadInput, before anything is started, if local.port is
     taken. Call it from the main thread.
+
+    With several replicas (``replica.id``) torchrun starts the ranks anew after a death, up to ``local.max_restarts`` times; not if they
+    ended of something that would come again.
     """
     if inside_torchrun():
         raise BadInput("this process is a rank of torchrun already (RANK is set) and must not start another torchrun")
-    if config.layout.replicas != 1 or config.layout.spares:
+    several = config.replica.id is not None
+    if (config.layout.replicas != 1 and not several) or config.layout.spares:
         raise ConfigError(
             f"launcher=local runs one replica without spares, not layout.replicas={config.layout.replicas} "
-            f"layout.spares={config.layout.spares}; use launcher=ray, or layout.replicas=1 layout.spares=0"
+            f"layout.spares={config.layout.spares}; say which replica this is with replica.id, use launcher=ray, or layout.replicas=1 layout.spares=0"
         )
     say = say or (lambda text: print(text, file=sys.stderr))
     ranks = derive.layout(config).ranks_per_replica
-    if config.local.port:
+    machines = environment.machines()
+    if ranks % machines.count:
+        raise ConfigError(f"the {ranks} ranks of a replica cannot be shared evenly over {machines.count} machines (PET_NNODES)")
+    if machines.count > 1:
+        rendezvous = [f"--nnodes={machines.count}", f"--node_rank={machines.index}", f"--master_addr={machines.master_addr}",
+                      f"--master_port={machines.master_port or config.local.port or DEFAULT_MASTER_PORT}"]
+    elif config.local.port:
         check_port_free(config.local.port)
         rendezvous = ["--nnodes=1", "--node_rank=0", f"--master_addr={_HOST}", f"--master_port={config.local.port}"]
     else:
         rendezvous = ["--standalone", f"--local_addr={_HOST}"]
-    arguments = [*rendezvous, f"--nproc_per_node={ranks}", "--max_restarts=0", *program]
+    restarts = config.local.max_restarts if several else 0
+    arguments = [*rendezvous, f"--nproc_per_node={ranks // machines.count}", f"--max_restarts={restarts}", *program]
     token = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="everstep-exit-") as exits:
-        own = {"EVERSTEP_REPLICA": "0", "EVERSTEP_EPOCH": "0", _EXIT_DIR: exits, TOKEN: token}
+        own = {"EVERSTEP_REPLICA": str(config.replica.id or 0), "EVERSTEP_EPOCH": "0", EXIT_DIR: exits, TOKEN: token,
+               _DELAY: str(config.local.restart_delay_s)}
+        if several:
+            own[_LIGHTHOUSE] = environment.lighthouse_address(config)
         agent = subprocess.Popen(
             [sys.executable, "-m", "everstep.cluster.torchrun", *arguments],
             env=os.environ | worker_environment(config) | own,
@@ -111,15 +143,25 @@ def report_exit(error: EverstepError | None) -> bool:
     Returns True if a parent started by ``launch`` will show the sentence, so that the worker need not print
     it too.
     """
-    folder = os.environ.get(_EXIT_DIR)
+    folder = os.environ.get(EXIT_DIR)
     if not folder:
         return False
     code = error.exit_code if error else 0
     path = Path(folder) / f"rank-{os.environ['RANK']}"
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"code": code, "message": str(error) if error else "", "wall_time": time.time()}))
+    report = {"code": code, "message": str(error) if error else "", "wall_time": time.time(), "final": not _may_be_restarted(error)}
+    temporary.write_text(json.dumps(report))
     os.replace(temporary, path)
     return True
+
+
+def _may_be_restarted(error: EverstepError | None) -> bool:
+    return isinstance(error, RESTARTED) and not isinstance(error, CoordinatorLost)
+
+
+def final_report(folder: Path) -> bool:
+    """Whether a worker said that it ended of something that would come again if it were started anew."""
+    return any(json.loads(path.read_text()).get("final") for path in folder.glob("rank-*") if path.suffix != ".tmp")
 
 
 @contextlib.contextmanager
@@ -176,12 +218,20 @@ def _agent(arguments: list[str]) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher import api
 
     logging.disable(logging.ERROR)  # its account of a failed worker is a page long; ours is one sentence
+    api.LocalElasticAgent = _patient_agent(Path(os.environ[EXIT_DIR]), float(os.environ[_DELAY]))  # type: ignore[misc]
+    if address := os.environ.get(_LIGHTHOUSE):
+        from everstep.cluster import warden
+        from everstep.cluster.lighthouse import TOKEN_VARIABLE, Ports
+
+        replica = int(os.environ["EVERSTEP_REPLICA"])
+        warden.watch(Ports.parse(address).coordinator, os.environ.get(TOKEN_VARIABLE, ""), replica, os.environ[TOKEN])
     try:
         run.run(run.parse_args(arguments))
     except ChildFailedError as error:
-        folder = Path(os.environ[_EXIT_DIR])
+        folder = Path(os.environ[EXIT_DIR])
         for rank, failure in error.failures.items():
             if (folder / f"rank-{rank}").exists():
                 continue
@@ -197,6 +247,33 @@ def _agent(arguments: list[str]) -> int:
     except SignalException:
         return 1
     return 0
+
+
+def _patient_agent(exits: Path, delay_s: float) -> Any:
+    """Torchrun's agent, which does not start ranks anew that ended of something that would come again, waits longer the more often they
+    die, and forgets what former lives left as their exit codes."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    class PatientAgent(LocalElasticAgent):
+        _delay_s, _restarted = delay_s, 0.0
+
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            result = super()._monitor_workers(worker_group)
+            if result.is_failed() and final_report(exits):
+                self._remaining_restarts = 0
+            return result
+
+        def _restart_workers(self, worker_group: Any) -> None:
+            self._stop_workers(worker_group)
+            for path in exits.iterdir():
+                path.unlink()
+            now = time.monotonic()
+            self._delay_s = min(2 * self._delay_s, _LONGEST_DELAY_S) if now - self._restarted < 60.0 else delay_s
+            time.sleep(self._delay_s)
+            self._restarted = time.monotonic()
+            super()._restart_workers(worker_group)
+
+    return PatientAgent
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from everstep.cluster.formation import Formation, Life, called_off
 from everstep.cluster.group import Role
 from everstep.cluster.island import Island, Round, RoundWork, without_participants
 from everstep.cluster.processes import out_of_memory
-from everstep.cluster.rank_state import Kept, WholeState, clip
+from everstep.cluster.rank_state import Kept, WholeState, clip, with_digests_of
 from everstep.cluster.run_store import RunStore
 from everstep.cluster.slots import micro_batches, with_evaluated
 from everstep.config import derive
@@ -114,7 +114,8 @@ class Worker:
         store_address: tuple[str, int], events: EventLog, copies: Path,  # their folder (everstep.checkpoint.memory)
     ):
         self.config, self.worker_id, self.device, self.control, self.events = config, worker_id, device, control, events
-        self.store, self._copies = RunStore(store_address, config.recovery.link_timeout_s), copies
+        self.store = RunStore(store_address, config.recovery.link_timeout_s, comes_back=config.replica.id is not None)
+        self._copies = copies
         self._keeper: memory.Keeper | None = None
         self._has_reference = False
         self._source = source.resolve(config.model)
@@ -129,6 +130,7 @@ class Worker:
         self._kept: Kept | None = None
         self._entered = threading.Event()  # a view has included this worker in its present formation
         self.layout = derive.layout(config)
+        self.on_expelled: Callable[[], None] = self._abort_collectives  # this life is no member any more; on the control thread
         self._writer = RankWriter(self.store.open, device, events)
         self.victim = Victim(worker_id, events, control.fault_word, lambda: "step {}, {}".format(*control.where))
         control.on_record, control.on_fenced = self._on_record, self._fenced
@@ -291,8 +293,12 @@ class Worker:
                 links.build_in_background(record, lambda: self.control.build_after(number), lambda: self.control.link_ready(name))
         elif member and (member.replica, member.build) == formation.life:
             self._entered.set()
-        elif self._entered.is_set() and self.device.type == "cuda" and self._state:
-            # A NCCL collective whose peer died spins for ever (gloo's raises). Not on this thread: it must go on listening.
+        elif self._entered.is_set():
+            self.on_expelled()
+
+    def _abort_collectives(self) -> None:
+        """A NCCL collective whose peer died spins for ever (gloo's raises). Not on the control thread: it must go on listening."""
+        if self.device.type == "cuda" and self._state:
             threading.Thread(target=self._state.engine.abort, name="abort", daemon=True).start()
 
     def _fenced(self, cause: str) -> None:
@@ -381,9 +387,10 @@ class Worker:
         return False
 
     def train_step(
-        self, step: int, slots: Slots, loss: LossSpec, lr: float, temperature: float, role: Role, incarnation: int
+        self, step: int, slots: Slots, loss: LossSpec, lr: float, temperature: float, role: Role, incarnation: int | None
     ) -> StepReport:
-        """``incarnation``: of the coordinator beside the controller that calls; a call of a dead one is given up."""
+        """``incarnation``: of the coordinator beside the controller that calls; a call of a dead one is given up. None: the recipe that
+        calls is in the ranks, and outlives coordinators."""
         assert self._transaction is not None
         engine = self._work_with(role)
         report = self._transaction.run(StepWork(self, step, slots, loss.build(), lr, temperature, engine), incarnation)
@@ -392,7 +399,7 @@ class Worker:
         sums, metrics = engine.read_sums(report.sums)
         return dataclasses.replace(report, sums=sums, metrics=metrics)
 
-    def train_round(self, round: Round, slots: Slots, loss: LossSpec, rollout: LossSpec | None, incarnation: int) -> StepReport:
+    def train_round(self, round: Round, slots: Slots, loss: LossSpec, rollout: LossSpec | None, incarnation: int | None) -> StepReport:
         """A round of semi-synchronous training. ``rollout``: names what makes the samples (everstep.cluster.island.Rollout)."""
         assert self._transaction is not None
         made: Any = rollout.build() if rollout else None
@@ -524,7 +531,7 @@ class Worker:
         self.state.version = None
         named = {f"island-{replica}": index.island(replica)} if self.state.island else {}
         scalars = index.scalars_of(named.get(f"island-{replica}", "model"))[rank if alike else 0]
-        self.state.load_scalars(scalars if alike else _with_digests_of(self.state.scalars(), scalars))
+        self.state.load_scalars(scalars if alike else with_digests_of(self.state.scalars(), scalars))
         for part, logical in self.state.logical(replica).items():
             sharded.load_part(index, named.get(part, part), logical())
         self.state.restore()
@@ -587,10 +594,3 @@ def _seed(seed: int, step: int, slot: int, dp: int) -> int:
     """RNG seed of a micro-batch: whoever computes it, in whatever attempt, draws the same numbers (rule 15)."""
     digest = hashlib.blake2b(f"{seed}/{step}/{slot}/{dp}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _with_digests_of(mine: dict[str, Any], scalars: dict[str, Any]) -> dict[str, Any]:
-    """``scalars`` of a rank of another layout: the digests of what LoRA froze are of that rank's cut, so this one's own stand in."""
-    changed = {name: mine[name] for name in scalars if name == "frozen_digest" and name in mine}
-    inner = {name: _with_digests_of(mine[name], value) for name, value in scalars.items() if isinstance(value, dict) and name in mine}
-    return scalars | changed | inner

@@ -7,6 +7,7 @@ What a file or an override holds by itself is checked by ``load.py``, what recor
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import socket
 from collections.abc import Mapping
@@ -153,19 +154,26 @@ def _check_critic(config: Config, sizes: derive.Sizes, actor: ModelShape) -> Non
 def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) -> None:
     if detect_launcher(config, environ) == "local":
         how = "launcher=local" if config.launcher == "local" else "launcher=auto under torchrun (local)"
-        if layout.replicas > 1:
+        if layout.replicas > 1 and config.replica.id is None:
             raise ConfigError(
-                f"{how} runs one replica, but layout.replicas={layout.replicas}; use launcher=ray, or layout.replicas=1"
+                f"{how} runs one replica, but layout.replicas={layout.replicas}; say which one this is with replica.id and start each of them, "
+                "start all with `everstep up`, use launcher=ray, or layout.replicas=1"
             )
-        if config.recovery.controller_grace_s:
+        if config.replica.id is not None and config.replica.id >= layout.replicas:
             raise ConfigError(
-                f"{how}: rank 0 is the controller, and torchrun restarts it; recovery.controller_grace_s="
-                f"{config.recovery.controller_grace_s:g} is for launcher=ray"
+                f"replica.id={config.replica.id} is not below the number of replicas, {layout.replicas} (replica.count, layout.replicas)"
+            )
+        if config.replica.id is not None and importlib.util.find_spec("torchft") is None:
+            raise ConfigError("several replicas under torchrun need torchft, which is not installed: pip install torchft==0.2.0")
+        if config.recovery.controller_grace_s:
+            owner = "rank 0 is the controller, and torchrun restarts it" if config.replica.id is None else "for a lighthouse ranks wait lighthouse.wait_s"
+            raise ConfigError(
+                f"{how}: {owner}; recovery.controller_grace_s={config.recovery.controller_grace_s:g} is for launcher=ray"
             )
         if config.recovery.memory_checkpoint_every:
             raise ConfigError(
                 f"recovery.memory_checkpoint_every={config.recovery.memory_checkpoint_every}: with {how} nobody goes back to copies in memory, "
-                "for a rank's death ends them all; use launcher=ray, or leave it out"
+                "for a rank's death ends its whole replica; use launcher=ray, or leave it out"
             )
         if config.rollout.engines:
             raise ConfigError(f"{how} has no place for rollout.engines={config.rollout.engines}; use launcher=ray, or rollout.engines=0")
@@ -188,8 +196,13 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
         derive.fused_kernels(config.engine, cuda=derive.device(config, environ) == "cuda")
     if derive.device(config, environ) == "cuda" and not config.ray.address:
         present = derive.cuda_devices(environ)
+        if config.replica.id is not None and layout.ranks_per_replica > present:
+            raise ConfigError(
+                f"a replica has {layout.ranks_per_replica} ranks, this machine has {present} devices that are visible (CUDA_VISIBLE_DEVICES): "
+                "lower layout.tp, layout.cp, layout.pp or layout.dp, or set device=cpu"
+            )
         engines = config.rollout.engines
-        if layout.devices + engines > present:
+        if config.replica.id is None and layout.devices + engines > present:
             raise ConfigError(
                 f"the layout needs {layout.devices + engines} devices ({layout.replicas} replicas of {layout.ranks_per_replica} "
                 f"ranks, {layout.spares} spares and {engines} rollout engines), this machine has {present}: lower layout.replicas, "
@@ -227,7 +240,7 @@ def _check_recovery(config: Config) -> None:
             f"recovery.memory_checkpoint_every={recovery.memory_checkpoint_every} makes copies for deaths that recovery.enabled=false "
             "does not survive; set one of the two"
         )
-    if recovery.enabled and recovery.mode == "wait" and not layout.spares:
+    if recovery.enabled and recovery.mode == "wait" and not layout.spares and config.replica.id is None:
         raise ConfigError(
             "recovery.mode=wait waits for a spare to take a dead rank's place, but layout.spares=0; add spares, or use recovery.mode=salvage"
         )
@@ -301,11 +314,17 @@ def _check_resize(config: Config) -> None:
 
 def _check_faults(config: Config, sizes: derive.Sizes, environ: Mapping[str, str]) -> None:
     local = bool(config.faults) and detect_launcher(config, environ) == "local"
+    several = config.replica.id is not None
     for i, fault in enumerate(config.faults):
         reason = _no_such_victim(fault, config) or _no_such_moment(fault, config, sizes)
         if reason:
             raise ConfigError(f"faults.{i}.{reason}")
-        if local and fault.kind in ("partition", "gil", "hang"):
+        if local and several and fault.kind == "partition":
+            raise ConfigError(
+                f"faults.{i}.kind=partition cannot be done under launcher=local, whose processes everstep does not place; use kind=stop, or "
+                "launcher=ray"
+            )
+        if local and not several and fault.kind in ("gil", "hang", "partition"):
             raise ConfigError(
                 f"faults.{i}.kind={fault.kind} would stop launcher=local for good: its one replica has no peer that goes on, and its "
                 "coordinator lives in rank 0; use launcher=ray, or a kind that ends the process"

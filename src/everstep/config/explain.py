@@ -18,6 +18,7 @@ from everstep.errors import ConfigError
 #: Units by the end of a name; the longest that fits counts. A number whose name tells nothing is in ``UNITS``.
 UNIT_SUFFIXES = {
     "_s": "seconds",
+    "_ms": "milliseconds",
     "_tokens": "tokens",
     "_steps": "optimizer steps",
     "steps": "optimizer steps",
@@ -30,6 +31,9 @@ UNIT_SUFFIXES = {
 RATIO = "none (a ratio)"
 UNITS = {
     "seed": "none",
+    "local.max_restarts": "starts",
+    "replica.id": "none (a number from 0)",
+    "replica.count": "replicas",
     "recovery.standby_links_up_to": "replicas",
     "recovery.quarantine_after": "replicas",
     "recovery.memory_checkpoint_every": "optimizer steps",

@@ -143,6 +143,11 @@ class RlConfig(Section):
         description="KL estimator (Schulman): `k1` log-ratio, `k2` half its square, `k3` unbiased and positive, `abs`; `k1+` and `k3+` have the "
         "value of the one and the gradient of k2. In a loss, k1 pulls nowhere.",
     )
+    kl_clamp: Literal["k3", "all", "none"] = Field(
+        "k3",
+        description="Bounds of the KL estimate of a token far from the reference: `k3` clamps the log-ratio of k3 to [-20, 20] and its value to "
+        "[-10, 10] (verl); `all` the value of every estimator to [-10, 10] (OpenRLHF); `none` nothing (TRL). A clamped token has no gradient.",
+    )
     kl_target: float | None = Field(
         None,
         gt=0,

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from everstep.config.local_schema import LighthouseConfig, LocalConfig, ReplicaConfig
 from everstep.config.recovery_schema import RecoveryConfig
 from everstep.config.rl_schema import DpoConfig, RewardConfig, RlConfig, RolloutConfig, WarmupConfig
 from everstep.config.section import Section
@@ -478,15 +479,6 @@ class RayConfig(Section):
     )
 
 
-class LocalConfig(Section):
-    port: int = Field(
-        0,
-        ge=0,
-        le=65535,
-        description="Port of torchrun's rendezvous for `launcher=local`; 0: a free one.",
-    )
-
-
 class Config(Section):
     recipe: Literal["sft", "grpo", "ppo", "dpo"] = Field(
         description="What to do: supervised fine-tuning, GRPO and its relatives (no critic), PPO with a critic, or direct preference "
@@ -498,7 +490,7 @@ class Config(Section):
     )
     launcher: Literal["auto", "ray", "local"] = Field(
         "auto",
-        description="`ray`: controller and actors; `local`: torchrun, one replica; auto: local under torchrun, else ray.",
+        description="`ray`: controller and actors; `local`: torchrun, one instance for each replica; auto: local under torchrun, else ray.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if a device is present.")
     seed: int = Field(0, ge=0, description="Seed of data order, initialisation, dropout and sampling.")
@@ -543,3 +535,18 @@ class Config(Section):
     alerts: list[AlertConfig] = Field(default_factory=list, description="Whom to tell of which events.")
     ray: RayConfig = RayConfig()
     local: LocalConfig = LocalConfig()
+    replica: ReplicaConfig = ReplicaConfig()
+    lighthouse: LighthouseConfig = LighthouseConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_number_of_replicas(cls, given: Any) -> Any:
+        """``replica.count`` is ``layout.replicas`` under another name."""
+        if not isinstance(given, dict) or not isinstance(given.get("replica"), dict):
+            return given
+        count, layout = given["replica"].get("count"), given.get("layout") or {}
+        if count is None or not isinstance(layout, dict):
+            return given
+        if layout.get("replicas", count) != count:
+            raise ValueError(f"replica.count={count} and layout.replicas={layout['replicas']} are two names of one number; give one of them")
+        return given | {"layout": layout | {"replicas": count}}

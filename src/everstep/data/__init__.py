@@ -55,6 +55,11 @@ class PreparedData:
     warmup: Dataset | None
     tokenizer: Any
 
+    def held_out_in_training(self) -> int:
+        """How many of the held-out samples are, token by token, training samples too: what they say of the model is not how it generalises."""
+        trained = {tuple(sample.input_ids) for sample in self.train.samples}
+        return sum(tuple(sample.input_ids) in trained for sample in self.eval.samples) if self.eval else 0
+
 
 def check(config: Config) -> PreparedData:
     """Load and tokenize the data of ``config`` and resolve its reward function.

@@ -147,6 +147,10 @@ def timing(part: str) -> str:
 
 def interrupted(run: Run, records: IterationRecords, iteration: int, began_at: int) -> IterationRecord | None:
     """The record of the iteration that this run goes on with; None if the iteration begins anew."""
+    if run.group.bookmarked and iteration > 1:  # this life joins others that are behind an iteration, and looked long ago
+        if run.config.semisync.method == "none":
+            run.group.once(records.retire)  # what comes next in the loop that they are in
+        return None
     record: IterationRecord | None = run.group.once(records.find, iteration, began_at, settings_digest(run.config), run.note)
     run.group.once(records.retire, record.iteration if record else None)
     done = run.group.committed_step - began_at

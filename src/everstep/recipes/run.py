@@ -26,7 +26,8 @@ from everstep.telemetry.trackers import SampleRow
 
 @dataclass
 class Run:
-    """One run of a recipe. Only the lead process has a console and writes metrics; the others have None.
+    """One run of a recipe. Only processes that may be the lead have a console and metrics (``open_metrics``: at the first line, from
+    its step on), and only the one that is uses them.
 
     ``saved_step``: of the newest checkpoint, from which ``checkpoint.every_steps`` counts.
     """
@@ -40,10 +41,14 @@ class Run:
     saved_step: int
     ongoing: Ongoing = field(default_factory=Ongoing)
     summary: dict[str, float] = field(default_factory=dict)  # numbers for the closing table, by name
+    open_metrics: Callable[[int], Metrics] | None = None
 
     def __post_init__(self) -> None:
         self.best: float | None = self.state.get("best")
         self._verified_step = self._ended_step = self.group.committed_step
+        if marked := self.group.bookmarked:
+            self.saved_step, self._ended_step, self._verified_step = marked["saved"], marked["ended"], marked["verified"]
+            self.summary = dict(marked["summary"])
         self._dispatched = (0, 0.0)
         self._spikes = Spikes(self.config.watch.spike_ratio, self.config.watch.spike_steps)
         self._resumable: tuple[int, dict[str, Any]] = (-1, {})  # the last step from which the recipe can go on, and its state then
@@ -77,13 +82,17 @@ class Run:
         return self.group.train_step(batch, loss, lr, temperature, state=state)
 
     def note(self, text: str) -> None:
-        if self.console:
+        if self.console and self.group.is_lead:
             self.console.note(text)
 
     def log(self, step: int, metrics: dict[str, float], show_at: int | None = None) -> None:
         """Record metrics of a global step; ``show_at``: also a line of progress, with this number."""
         status = self.group.status()
         metrics = metrics | self._dispatch_metrics() | self.ongoing.metrics(metrics, status["deaths"], status["spares"])
+        if not self.group.is_lead:
+            return
+        if self.metrics is None and self.open_metrics:
+            self.metrics = self.open_metrics(step)
         if self.metrics:
             self.metrics.log(step, metrics)
         if self.events:
@@ -95,13 +104,13 @@ class Run:
             self.console.strength(len(status["replicas"]), self.config.layout.replicas, status["spares"])
 
     def completions(self, shown: Sequence[Completion]) -> None:
-        if self.console and shown:
+        if self.console and shown and self.group.is_lead:
             self.console.completions(shown)
 
     def sample_table(self, step: int, iteration: int, samples: TrainingBatch) -> None:
         """Every ``telemetry.sample_table_every`` iterations: some samples, with the tensor ``scores``, to disk and to the trackers."""
         every, count = self.config.telemetry.sample_table_every, self.config.telemetry.sample_table_rows
-        if not self.metrics or not every or iteration % every:
+        if not self.metrics or not self.group.is_lead or not every or iteration % every:
             return
         rows = range(0, len(samples), max(1, len(samples) // count))[:count]
         columns = [samples.column("prompt"), samples.column("completion"), samples["scores"].tolist()]
@@ -114,7 +123,8 @@ class Run:
                 self.events.emit("drop", samples=samples, reason=reason)
 
     def save_if_due(self, state: Callable[[], dict[str, Any]], last: bool = False) -> None:
-        """Checkpoint after every ``checkpoint.every_steps`` committed steps, and at the end (``checkpoint.at_end``)."""
+        """Checkpoint after every ``checkpoint.every_steps`` committed steps, and at the end (``checkpoint.at_end``). Called where the
+        recipe, begun with ``state``, would go on: a replica that joins begins there."""
         step, checkpoint = self.group.committed_step, self.config.checkpoint
         self._resumable = step, state()
         if last and checkpoint.at_end:
@@ -124,6 +134,8 @@ class Run:
         elif checkpoint.every_steps and self.group.save_wanted(due=step - self.saved_step >= checkpoint.every_steps):
             self._save(state, wait=not checkpoint.asynchronous)
         self._tell_saves()
+        self.group.mark({"recipe": state(), "saved": self.saved_step, "ended": self._ended_step, "verified": self._verified_step,
+                         "summary": self.summary})
 
     def save_now(self) -> Path | None:
         """A checkpoint of the committed step, if the recipe can go on from it and it is not saved; its path, or None."""

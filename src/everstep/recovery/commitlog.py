@@ -24,7 +24,7 @@ from everstep.recovery.view import Kind, Member, Record
 class Past:
     """What an existing record says: the last incarnation and the last committed step (0: none). The rest is of the newest start of
     the run, over all coordinators that took over since: its newest record and newest commit, the newest life of each replica, and the
-    recipe's state after each step that stands."""
+    recipe's state after each step that stands. Nothing of it is there if the run was ended in order."""
 
     incarnation: int
     committed: int
@@ -35,12 +35,12 @@ class Past:
 
 
 def _past(entries: list[dict[str, Any]]) -> Past:
-    start = max((i for i, e in enumerate(entries) if e["kind"] == "open" and not e.get("takeover")), default=0)
+    start = max((i for i, e in enumerate(entries) if e["kind"] == "close" or (e["kind"] == "open" and not e.get("takeover"))), default=0)
     last = commit = None
     members: dict[int, Member] = {}
     states: dict[int, dict[str, Any]] = {}
     for entry in entries[start:]:
-        if entry["kind"] == "open":
+        if entry["kind"] in ("open", "close"):
             continue
         last = Record.from_json(entry)
         members |= {m.replica: m for m in last.view.members}
@@ -104,6 +104,10 @@ class CommitLog:
         body = record.to_json() | {"incarnation": self.incarnation}
         self._append(body)
 
+    def end(self) -> None:
+        """The run ended in order: nobody shall go on with it."""
+        self._append({"kind": "close", "incarnation": self.incarnation})
+
     def _append(self, body: dict[str, Any]) -> None:
         line = _line(body)
         written = os.write(self._fd, line)
@@ -113,3 +117,9 @@ class CommitLog:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def is_open(path: Path) -> bool:
+    """Whether the record is of a run that was not ended in order, so that members of it may live."""
+    entries, _ = read(path)
+    return _past(entries).last is not None

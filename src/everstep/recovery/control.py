@@ -5,12 +5,15 @@ whose connection ended, and one from which nothing came for ``fence_s`` (its hea
 expelled without being told, so it says and contributes nothing more.
 
 With ``grace_s`` such a rank is first an *orphan*: it leaves collectives and says nothing, but keeps what it has and looks for a
-coordinator of a higher incarnation, whom it then obeys; only without one for ``grace_s`` is the coordinator lost.
+coordinator of a higher incarnation (a controller that takes over, a lighthouse that came back), whom it then obeys; what was said in
+vain is said again under the view that that one publishes. The coordinator is lost only without one for ``grace_s``, or if the one that
+answers will not have this rank back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import socket
@@ -18,9 +21,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-from everstep.errors import BadInput, CoordinatorLost, DeadlineExceeded, Fenced
+from everstep import errors
+from everstep.errors import BadInput, CoordinatorLost, DeadlineExceeded, EverstepError, Fenced
 from everstep.recovery import wire
 from everstep.recovery.rendezvous import Announcement
 from everstep.recovery.view import Epoch, Kind, Record, View, Vote
@@ -31,6 +35,11 @@ LOG = logging.getLogger(__name__)
 _WAITING = (os.path.join("torch", "distributed"), os.path.join("recovery", "link.py"), os.path.join("recovery", "replica.py"))
 
 _LOOK_S = 0.05  # between two looks for another coordinator
+_ANSWER_S = 30.0  # for it to say whether this rank is welcome: it may be on its way into the run itself
+
+
+class Refused(wire.Closed):
+    """The coordinator will not have this rank (any more)."""
 
 
 class Control:
@@ -39,16 +48,16 @@ class Control:
     ``on_fenced(cause)`` on a thread of its own when the coordinator falls silent.
 
     ``fence_s``: seconds of silence after which the coordinator is lost; None: never (it lives in this process). ``grace_s``: seconds
-    in which another coordinator is waited for; ``find()``: the newest announcement of one; ``on_adopted(it)`` is called once it
-    accepted this rank, before its first record, ``on_abandoned(cause)`` once none came: it need not return. ``describe()``: what this
-    rank says of its place and state when it connects.
+    in which another coordinator is waited for (``grace_key``: what sets them); ``find()``: the newest announcement of one;
+    ``on_adopted(it)`` is called once it accepted this rank, before its first record, ``on_abandoned(cause)`` once none came, or this
+    rank was refused: it need not return. ``describe()``: what this rank says of its place and state then.
     """
 
     _orphaned: str | None = None  # why this rank has no coordinator at present, but may find another one
 
     def __init__(
         self, address: tuple[str, int], token: str, worker: str, heartbeat_s: float, connect_timeout_s: float = 30.0,
-        fence_s: float | None = None, grace_s: float = 0.0,
+        fence_s: float | None = None, grace_s: float = 0.0, grace_key: str = "recovery.controller_grace_s",
     ):
         self.worker = worker
         self.on_record: Callable[[Record], None] = lambda record: None
@@ -60,7 +69,8 @@ class Control:
         self.describe: Callable[[], dict[str, Any]] = lambda: {}
         self.on_adopted: Callable[[Announcement], None] = lambda announcement: None
         self.on_abandoned: Callable[[str], None] = lambda cause: None
-        self._heartbeat_s, self._fence_s, self._grace_s = heartbeat_s, fence_s, grace_s
+        self._heartbeat_s, self._fence_s, self._grace_s, self._grace_key = heartbeat_s, fence_s, grace_s, grace_key
+        self._verdict: EverstepError | None = None  # how the coordinator said that it ends for this rank
         self._incarnation = 0  # of the coordinator that is obeyed; 0: the first one, whatever its number
         self._leaving = False
         self._heard = time.monotonic()
@@ -126,8 +136,8 @@ class Control:
                 if found is not None:
                     return found
                 if self._lost is not None:
-                    raise CoordinatorLost(f"worker {self.worker} lost the coordinator ({self._lost}) while waiting for {what}")
-                if self._orphaned is not None:  # recovery.controller_grace_s is the deadline then
+                    raise self._loss(f" while waiting for {what}")
+                if self._orphaned is not None:  # the grace is the deadline then
                     end = time.monotonic() + timeout_s
                 left = end - time.monotonic()
                 if left <= 0:
@@ -145,9 +155,12 @@ class Control:
         return self._orphaned is not None
 
     def must_not_be_lost(self) -> None:
-        """Raises CoordinatorLost; for waits that are not for the coordinator itself."""
+        """Raises CoordinatorLost, or what the coordinator ended this rank with; for waits that are not for the coordinator itself."""
         if self._lost is not None:
-            raise CoordinatorLost(f"worker {self.worker} lost the coordinator ({self._lost})")
+            raise self._loss()
+
+    def _loss(self, when: str = "") -> EverstepError:
+        return self._verdict or CoordinatorLost(f"worker {self.worker} lost the coordinator ({self._lost}){when}")
 
     @property
     def committed(self) -> int:
@@ -221,8 +234,13 @@ class Control:
         """Leave in order: the coordinator is told that this is no death."""
         self._leaving = True
         if self._lost is None:
-            with contextlib.suppress(Fenced):  # the coordinator closed first
+            with contextlib.suppress(EverstepError):  # the coordinator closed first
                 self._send({"type": "bye"})
+        self.drop()
+
+    def drop(self) -> None:
+        """Leave without a word, as if this process had died."""
+        self._leaving = True
         with self._changed:
             self._lost = self._lost or "closed by this process"
             self._changed.notify_all()
@@ -246,13 +264,20 @@ class Control:
             raise CoordinatorLost(f"worker {self.worker} lost the coordinator ({closed})") from closed
 
     def _receive_loop(self) -> None:
-        while True:
-            cause = self._receive()
-            if self._leaving or self._lost is not None or not self._find_another(cause):
-                break
+        try:
+            while True:
+                cause = self._receive()
+                if self._leaving or self._lost is not None or not self._find_another(cause):
+                    break
+            if self._grace_s > 0 and not self._leaving:
+                cause = f"no coordinator for {self._grace_s:g} s ({self._grace_key}) after: {cause}"
+        except Refused as refused:
+            cause = str(refused)
+            self._lose(cause)
+            self.on_fenced(cause)
         self._lose(cause)
         if self._grace_s > 0 and not self._leaving:
-            self.on_abandoned(f"no coordinator for {self._grace_s:g} s (recovery.controller_grace_s) after: {cause}")
+            self.on_abandoned(cause)
 
     def _receive(self) -> str:
         """Until the connection ends; returns how."""
@@ -268,6 +293,8 @@ class Control:
                 if message["type"] == "diagnose":
                     self.on_diagnose(message["folder"])
                     continue
+                if message["type"] == "over":
+                    self._refuse(message)
                 record = Record.from_json(message["record"])
                 LOG.debug("record %d: %s of step %s, epoch %s, %s", record.number, record.kind, record.step, record.view.epoch, record.cause or "no cause")
                 if record.kind is Kind.BUILD:
@@ -281,14 +308,21 @@ class Control:
                         del self._records[:-256]  # only the recent past is ever asked for
                         self._changed.notify_all()
                 self.on_record(record)
+        except Refused:
+            raise
         except wire.Closed as closed:
             return str(closed)
         except Exception as error:  # the end of a thread: a rank that hears nothing more must not go on
             self._lose(f"{type(error).__name__}: {error}")
             raise
 
+    def _refuse(self, message: dict[str, Any]) -> NoReturn:
+        """The coordinator says how it ends for this rank."""
+        self._verdict = errors.typed(message["error"], message["message"])
+        raise Refused(message["message"])
+
     def _find_another(self, cause: str) -> bool:
-        """Look for a coordinator of a higher incarnation; whether one accepted this rank within the grace."""
+        """Look for a coordinator of a higher incarnation; whether one accepted this rank within the grace. Raises Refused."""
         with self._changed:
             self._orphaned = cause
             self._changed.notify_all()
@@ -296,29 +330,44 @@ class Control:
         while time.monotonic() < end and not self._leaving:
             try:
                 found = self.find()
-                if found is not None and found.incarnation > self._incarnation:
+                if found is not None and (found.incarnation is None or found.incarnation > self._incarnation):
                     self._adopt(found)
                     return True
+            except Refused:
+                raise
             except (OSError, wire.Closed, BadInput):  # not there yet, or gone again, or its file is being written
                 pass
             time.sleep(_LOOK_S)
         return False
 
     def _adopt(self, found: Announcement) -> None:
-        records = self._records
-        commit = next((r.to_json() for r in reversed(records) if r.kind is Kind.COMMIT), None)
-        state = {"last": records[-1].to_json() if records else None, "commit": commit, **self.describe()}
-        sock = self._connect(found.coordinator, found.token, 5.0, state=state)
+        """Raises OSError, wire.Closed, if it is not there (yet), Refused if it will not have this rank."""
+        sock = self._connect(found.coordinator, found.token, 5.0, orphan=True)
+        try:
+            sock.settimeout(_ANSWER_S)
+            answer = wire.receive(sock)
+            if answer["type"] == "over":
+                self._refuse(answer)
+            if answer["incarnation"] <= self._incarnation:
+                raise wire.Closed("it is the one that was obeyed before")
+            sock.settimeout(None)
+        except BaseException:
+            sock.close()
+            raise
         with self._send_lock:
             old, self._socket = self._socket, sock
         with contextlib.suppress(OSError):
             old.close()
-        self._heard, self._incarnation, self._last_build = time.monotonic(), found.incarnation, 0
-        self.on_adopted(found)
+        self._heard, self._incarnation, self._last_build = time.monotonic(), answer["incarnation"], 0
+        self.on_adopted(dataclasses.replace(found, incarnation=answer["incarnation"]))
+        records = self._records
+        commit = next((r.to_json() for r in reversed(records) if r.kind is Kind.COMMIT), None)
+        state = {"last": records[-1].to_json() if records else None, "commit": commit, **self.describe()}
         with self._changed:
             self._orphaned = None
             self._changed.notify_all()
-        with contextlib.suppress(Fenced):
+        with contextlib.suppress(EverstepError):
+            self._send({"type": "state", "state": state})  # now that it could obey: whoever hears this may call it at once
             self._send(self._progress)
 
     def _heartbeat_loop(self) -> None:
@@ -335,7 +384,7 @@ class Control:
                     return
             try:
                 self._send(self._progress | {"waits": self._waits()})
-            except Fenced:
+            except EverstepError:
                 return
 
     def _waits(self) -> bool:

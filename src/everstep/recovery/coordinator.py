@@ -36,7 +36,7 @@ What a new view means for work already done is said by its deal (:class:`everste
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -132,10 +132,13 @@ class Coordinator:
         self.dealt = len(self.view.deal.lives)
         return [record, *self._next_build()]
 
-    def take_over(self, last: Record, commit: Record | None, members: list[Member], replicas: int) -> list[Record]:
+    def take_over(
+        self, last: Record, commit: Record | None, members: list[Member], replicas: int, healing: Sequence[Member] = ()
+    ) -> list[Record]:
         """Go on where the log of a dead coordinator ends (rule 7). ``last``: the newest record of it that is known anywhere,
         ``commit`` that of its last committed step (None: that step is a checkpoint's, or there is none); ``members``: the replicas
-        of which every rank lives and holds that step, or the total of it; ``replicas``: how many there are at full strength.
+        of which every rank lives and holds that step, or the total of it; ``replicas``: how many there are at full strength;
+        ``healing``: further replicas that live as they were then, and heal anew.
 
         The commit is sent again, since some may not have heard it. It carries the first view of this incarnation, which deals the
         next step anew: what was computed of it is void.
@@ -145,12 +148,17 @@ class Coordinator:
         if self.mode is Mode.WAIT:
             self.min_replicas = replicas
         self._records, self.committed = last.number, last.view.committed
+        self._heals = last.number * replicas  # no record began more: ranks in the middle of an old heal must not take a new one for it
         self.begun = self.committed
-        before, kept = self.view.epoch, tuple(sorted(members, key=lambda m: m.replica))
-        self.view = dataclasses.replace(last.view, epoch=before, members=kept, heals=())  # whose deal is continued
+        before, healing = self.view.epoch, healing if members else ()
+        kept = tuple(sorted((*members, *healing), key=lambda m: m.replica))
+        heals: tuple[Heal, ...] = ()
+        for member in healing:
+            heals = (*heals, self._heal(member.replica, tuple(m.replica for m in members), heals))
+        self.view = dataclasses.replace(last.view, epoch=before, members=kept, heals=heals)  # whose deal is continued
         self.state = State.VOTING
         self._settle_state()
-        record = self._new_view(kept, (), TAKEOVER, redeal=True)
+        record = self._new_view(kept, heals, TAKEOVER, redeal=True)
         self.dealt = len(self.view.deal.lives)
         if commit is not None and commit.step == self.committed:
             record = dataclasses.replace(commit, number=record.number, view=self.view, cause=TAKEOVER)

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from everstep.errors import EverstepError, WorkerFailed
 from everstep.recovery import wire
 from everstep.recovery.coordinator import TAKEOVER, Coordinator
 from everstep.recovery.progress import Judge
-from everstep.recovery.view import Kind, Member, Record, Vote
+from everstep.recovery.view import Kind, Member, Record, View, Vote
 from everstep.telemetry.events import EventLog
 
 LOG = logging.getLogger(__name__)
@@ -86,9 +86,9 @@ class Desk:
         self._noted = 0  # the last step whose commit event is written already
         self.progress: dict[str, Progress] = {}
         self.dead: dict[str, str] = {}
-        self.told: dict[str, dict[str, Any]] = {}  # by ranks that obeyed another coordinator before, when they connected
+        self.told: dict[str, dict[str, Any]] = {}  # by ranks that obeyed another coordinator before, once they obey this one
         self.failure: EverstepError | None = None
-        self._closed = False
+        self._closed = self._over = False
 
     # -- for the controller ---------------------------------------------------------------------------------------------
 
@@ -98,12 +98,19 @@ class Desk:
             for worker in [w for m in members for w in m.workers if w in self.dead]:  # it died after it was formed
                 self._event(lambda dead=worker: self.coordinator.death(dead, self.dead[dead]))  # type: ignore[misc]
 
-    def take_over(self, last: Record, commit: Record | None, members: list[Member], replicas: int, noted: int) -> None:
-        """As :meth:`Coordinator.take_over`. ``noted``: the last step whose commit the dead coordinator's event log has."""
-        self._noted = noted
-        self._event(lambda: self.coordinator.take_over(last, commit, members, replicas))
-        for worker in [w for m in members for w in m.workers if w in self.dead]:  # it died since it said what it holds
-            self._event(lambda dead=worker: self.coordinator.death(dead, self.dead[dead]))  # type: ignore[misc]
+    def take_over(
+        self, last: Record, commit: Record | None, members: list[Member], replicas: int, noted: int, healing: Sequence[Member] = (),
+        begun: tuple[tuple[tuple[str, ...], ...], Mapping[str, Any]] | None = None,
+    ) -> None:
+        """As :meth:`Coordinator.take_over`. ``noted``: the last step whose commit the dead coordinator's event log has. ``begun``: what
+        begin() is told of the next step, if somebody has come to it already."""
+        with self._changed:
+            self._noted, self._healing = noted, last.view.healing
+            self._event(lambda: self.coordinator.take_over(last, commit, members, replicas, healing))
+            if begun is not None and self.failure is None:
+                self.begin(self.coordinator.committed + 1, *begun)
+            for worker in [w for m in (*members, *healing) for w in m.workers if w in self.dead]:  # it died since it said what it holds
+                self._event(lambda dead=worker: self.coordinator.death(dead, self.dead[dead]))  # type: ignore[misc]
 
     def rollback(self, step: int, members: list[Member], cause: str, state: dict[str, Any] | None) -> None:
         """As :meth:`Coordinator.rollback`."""
@@ -201,6 +208,19 @@ class Desk:
                 session.put(message)
             return session is not None
 
+    def tell_end(self, error: EverstepError) -> None:
+        """The run is over: every rank is told how. Whoever goes from now on has not died."""
+        message = {"type": "over", "error": type(error).__name__, "message": str(error)}
+        with self._changed:
+            self._over = True
+            for session in self._sessions.values():
+                session.put(message)
+
+    def await_departures(self, timeout_s: float) -> None:
+        """Wait until nobody is connected any more, at most so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._sessions, timeout_s)
+
     def connected(self, worker: str) -> bool:
         return worker in self._sessions
 
@@ -263,11 +283,11 @@ class Desk:
         if self._judge and record.kind is not Kind.BUILD:
             self._judge.view(view.members, view.healing, time.monotonic())
         if record.cause == TAKEOVER:
-            self._events.emit("view", step=view.committed, epoch=view.epoch.key, members=members, healing=[], cause=record.cause,
+            self._events.emit("view", step=view.committed, epoch=view.epoch.key, members=members, healing=sorted(view.healing), cause=record.cause,
                               deal=view.deal.number, dealt=list(view.deal.replicas), quarantined=[])
         match record.kind:
             case Kind.COMMIT if record.cause == TAKEOVER and record.step <= self._noted:
-                pass  # sent again, for those that did not hear it
+                self._note_joins(record.step, view)  # sent again, for those that did not hear it
             case Kind.COMMIT:
                 assert record.epoch is not None
                 self._events.emit("commit", step=record.step, epoch=record.epoch.key, kind=str(record.outcome),
@@ -277,13 +297,9 @@ class Desk:
                 if record.dropped:
                     self._events.emit("drop", step=record.step, samples=list(record.dropped),
                                       reason="their slot was in quarantine: replicas died while they computed it")
-                for replica in sorted(self._healing - view.healing):
-                    if view.member(replica):
-                        self._events.emit("join", step=record.step, epoch=view.epoch.key, replica=replica,
-                                          members=list(view.contributors))
-                self._healing = view.healing
+                self._note_joins(record.step, view)
             case Kind.VIEW if record.cause == TAKEOVER:
-                pass
+                self._note_joins(view.committed, view)
             case Kind.VIEW | Kind.ROLLBACK:
                 if record.kind is Kind.ROLLBACK:
                     self._events.emit("rollback", step=record.step, epoch=view.epoch.key, members=members, cause=record.cause)
@@ -296,16 +312,20 @@ class Desk:
             case Kind.BUILD:
                 self._events.emit("link_build", link=view.link_id, members=members)
 
+    def _note_joins(self, step: int, view: View) -> None:
+        """Replicas that healed until ``step`` contribute from now on."""
+        for replica in sorted(self._healing - view.healing):
+            if view.member(replica):
+                self._events.emit("join", step=step, epoch=view.epoch.key, replica=replica, members=list(view.contributors))
+        self._healing = view.healing
+
     # -- what ranks say ---------------------------------------------------------------------------------------------------
 
-    def connect(self, worker: str, session: Session, pid: int, host: str, told: dict[str, Any] | None = None) -> bool:
-        """A rank's connection; False if it is refused: the worker is expelled, or has one already. ``told``: what a rank says that
-        obeyed another coordinator before."""
+    def connect(self, worker: str, session: Session, pid: int, host: str) -> bool:
+        """A rank's connection; False if it is refused: the worker is expelled, or has one already."""
         with self._changed:
             if self._closed or worker in self.dead or worker in self._sessions:
                 return False
-            if told is not None:
-                self.told[worker] = told
             if self._latest:
                 session.put(self._latest)
             self._sessions[worker] = session
@@ -338,6 +358,11 @@ class Desk:
             case "bye":
                 with self._changed:
                     self._sessions.pop(worker, None)  # it leaves in order; what follows is no death
+                    self._changed.notify_all()
+            case "state":
+                with self._changed:
+                    self.told[worker] = message["state"]
+                    self._changed.notify_all()
             case "leaving":
                 self._listener.on_leaving(worker, message["cause"], message["whole_node"])
             case "dying":

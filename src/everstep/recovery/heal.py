@@ -4,9 +4,10 @@ The source sends version k piece by piece from a thread of its own (:class:`Snap
 network: when the state is about to change, what was not sent yet is copied aside. So a heal takes as many steps as it takes, and
 nobody waits for it (docs/protocol.md, rule 19).
 
-The stream is one TCP connection from the joiner to the source, found through the run's store and opened with a secret. Device memory
-goes through a pinned buffer on a side stream. Each piece carries version and checksum; the joiner's state is dirty from the first piece
-until the last one is verified.
+The stream is a few TCP connections (lanes) from the joiner to the source, found through the run's store and opened with a secret. What
+limits a heal is how often its threads must get the interpreter back from the one that trains. So small tensors travel together, device
+memory goes through pinned buffers on a side stream, and whatever moves a piece is one call that needs no interpreter. Each piece carries
+version and checksum; the joiner's state is dirty from the first piece until the last one is verified.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,7 +31,10 @@ from everstep.engine.offload import host_bytes
 from everstep.errors import DeadlineExceeded, InvariantViolated, LinkBroken
 
 PIECE_BYTES = 32 << 20
+DEVICE_LANES, HOST_LANES = 4, 2  # of a state on a device: copies, checksums and the network at once; on a host all three are its cores
+_STRANGER_S = 2.0
 _POLL_S = 0.05
+_POLL = struct.pack("@ll", 0, int(_POLL_S * 1e6))  # a timeval
 _HAS = struct.Struct("!qQ")    # the joiner's version (-1: dirty), and which tensors it has
 MARK = struct.Struct("!qQQ")  # version, bytes, checksum
 
@@ -61,8 +65,45 @@ class Healed:
     seconds: float
 
 
+class Lane:
+    """One connection. Every wait looks a few times a second at ``check``, which raises if it is to end."""
+
+    def __init__(self, name: str, connection: socket.socket, check: Callable[[], None]):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # The kernel keeps the time: a socket with a timeout of Python's is polled, and moves only what is there at once.
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _POLL)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _POLL)
+        self._name, self._socket, self._check = name, connection, check
+
+    def send(self, data: memoryview) -> None:
+        self._move(data, lambda rest: self._socket.send(rest))
+
+    def receive_into(self, data: memoryview) -> None:
+        self._move(data, lambda rest: self._socket.recv_into(rest, len(rest), socket.MSG_WAITALL))
+
+    def _move(self, data: memoryview, step: Callable[[memoryview], int]) -> None:
+        done = 0
+        while done < len(data):
+            try:
+                moved = step(data[done:])
+            except BlockingIOError:
+                self._check()
+                continue
+            except OSError as error:
+                raise LinkBroken(f"heal {self._name}: the other end is gone ({error})") from error
+            if moved == 0:
+                raise LinkBroken(f"heal {self._name}: the other end closed the connection")
+            done += moved
+            if done < len(data):
+                self._check()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
 class HealStream:
-    """A connection between a source and a joiner. ``name`` (heal, joiner, position) is used once.
+    """The connections between a source and a joiner. ``name`` (heal, joiner, position) is used once.
 
     Every wait ends with LinkBroken when ``stop`` turns true (the heal is called off) or the other end is gone, and with
     DeadlineExceeded after ``timeout_s`` (recovery.heal_timeout_s).
@@ -71,27 +112,47 @@ class HealStream:
     def __init__(self, name: str, store: dist.Store, timeout_s: float, stop: Callable[[], bool]):
         self._name, self._store, self._stop, self._timeout_s = name, store, stop, timeout_s
         self._end = time.monotonic() + timeout_s
-        self._socket: socket.socket | None = None
+        self._failed = threading.Event()  # a lane has: the others end too
+        self.lanes: list[Lane] = []
 
-    def serve(self, host: str) -> HealStream:
+    def serve(self, host: str, lanes: int = 1) -> HealStream:
         """The source's end: wait for the joiner. ``host``: the address of this machine that the others can reach."""
         secret = secrets.token_hex(16)
+        joined: dict[int, Lane] = {}
         with socket.create_server((host, 0)) as listener:
-            self._store.set(f"heal/{self._name}", json.dumps([host, listener.getsockname()[1], secret]))
+            self._store.set(f"heal/{self._name}", json.dumps([host, listener.getsockname()[1], secret, lanes]))
             listener.settimeout(_POLL_S)
-            while self._socket is None:
+            while len(joined) < lanes:
                 try:
                     connection, _ = listener.accept()
                 except TimeoutError:
                     self._check()
                     continue
-                self._adopt(connection)
-                said = bytearray(len(secret))
-                self.receive_into(memoryview(said))
-                if not hmac.compare_digest(said.decode(errors="replace"), secret):
+                number = self._introduced(connection, secret)
+                if number is None or number >= lanes or number in joined:
                     connection.close()
-                    self._socket = None
+                else:
+                    joined[number] = Lane(self._name, connection, self._check)
+        self.lanes = [joined[number] for number in range(lanes)]
         return self
+
+    def _introduced(self, connection: socket.socket, secret: str) -> int | None:
+        """The lane's number, from somebody who knows the secret. Whoever says nothing holds nobody up for long."""
+        end = time.monotonic() + _STRANGER_S
+
+        def check() -> None:
+            self._check()
+            if time.monotonic() > end:
+                raise LinkBroken("says nothing")
+
+        said = bytearray(len(secret) + 1)
+        try:
+            Lane(self._name, connection, check).receive_into(memoryview(said))
+        except LinkBroken:
+            self._check()
+            return None
+        number = said.pop()
+        return number if hmac.compare_digest(bytes(said), secret.encode()) else None
 
     def join(self) -> HealStream:
         """The joiner's end: find the source and connect."""
@@ -99,49 +160,51 @@ class HealStream:
         while not self._store.check([key]):
             self._check()
             time.sleep(0.002)
-        host, port, secret = json.loads(self._store.get(key))
-        try:
-            self._adopt(socket.create_connection((host, port), timeout=2.0))
-        except OSError as error:
-            raise LinkBroken(f"heal {self._name}: cannot reach the source at {host}:{port} ({error})") from error
-        self.send(memoryview(secret.encode()))
+        host, port, secret, lanes = json.loads(self._store.get(key))
+        for number in range(lanes):
+            try:
+                connection = socket.create_connection((host, port), timeout=2.0)
+            except OSError as error:
+                raise LinkBroken(f"heal {self._name}: cannot reach the source at {host}:{port} ({error})") from error
+            self.lanes.append(Lane(self._name, connection, self._check))
+            self.lanes[-1].send(memoryview(secret.encode() + bytes([number])))
         return self
 
-    def _adopt(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(_POLL_S)
-        self._socket = connection
-
     def send(self, data: memoryview) -> None:
-        self._move(data, lambda sock, rest: sock.send(rest))
+        self.lanes[0].send(data)
 
     def receive_into(self, data: memoryview) -> None:
-        self._move(data, lambda sock, rest: sock.recv_into(rest))
+        self.lanes[0].receive_into(data)
 
-    def _move(self, data: memoryview, step: Callable[[socket.socket, memoryview], int]) -> None:
-        assert self._socket is not None
-        done = 0
-        while done < len(data):
+    def in_lanes(self, work: Callable[[int], None]) -> None:
+        """``work(number)`` for each lane at once. Raises what the first that fails raised; the others have ended by then."""
+        failures: list[BaseException] = []
+
+        def guarded(number: int) -> None:
             try:
-                moved = step(self._socket, data[done:])
-            except TimeoutError:
-                self._check()
-                continue
-            except OSError as error:
-                raise LinkBroken(f"heal {self._name}: the other end is gone ({error})") from error
-            if moved == 0:
-                raise LinkBroken(f"heal {self._name}: the other end closed the connection")
-            done += moved
+                work(number)
+            except BaseException as error:
+                failures.append(error)
+                self._failed.set()
+
+        others = [threading.Thread(target=guarded, args=(n,), name=f"heal-lane-{n}", daemon=True) for n in range(1, len(self.lanes))]
+        for thread in others:
+            thread.start()
+        guarded(0)
+        for thread in others:
+            thread.join()
+        if failures:
+            raise failures[0]
 
     def _check(self) -> None:
-        if self._stop():
+        if self._failed.is_set() or self._stop():
             raise LinkBroken(f"heal {self._name} was called off")
         if time.monotonic() > self._end:
             raise DeadlineExceeded(f"heal {self._name} took longer than {self._timeout_s:g} s (recovery.heal_timeout_s)")
 
     def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
+        for lane in self.lanes:
+            lane.close()
 
     def __enter__(self) -> HealStream:
         return self
@@ -153,7 +216,8 @@ class HealStream:
 class Snapshot:
     """A state as it is at one version, to be sent while the state goes on.
 
-    Made on the thread that changes the state. ``pieces`` is read on another one; before a change the first calls ``set_aside``.
+    Made on the thread that changes the state. ``pieces`` is read on others, one for each lane; before a change the first calls
+    ``set_aside``.
     """
 
     def __init__(self, state: State, version: int):
@@ -161,46 +225,46 @@ class Snapshot:
             raise InvariantViolated(f"version {version} was asked for, the state is at {state.version}")
         tensors = state.tensors()
         self.version, self.scalars, self.described, self.fingerprint = version, state.scalars(), _describe(tensors), _fingerprint(tensors)
-        self._pieces: list[torch.Tensor | None] = list(_pieces(tensors))
-        self._next = 0
+        self._pieces: list[list[torch.Tensor] | None] = list(_pieces(tensors))  # None: was read
+        self._is_aside = [False] * len(self._pieces)
         self._lock = threading.Lock()
-        self._device = next((p.device for p in self._pieces if p is not None and p.is_cuda), None)
+        self._device = next((p[0].device for p in self._pieces if p is not None and p[0].is_cuda), None)
+        self.lanes = max(1, min(DEVICE_LANES if self._device is not None else HOST_LANES, len(self._pieces)))
         self._written: torch.cuda.Event | None = None  # what is read on the side stream has been written by then
         self._mark_written()
 
-    def pieces(self) -> Iterator[memoryview]:
-        """Each piece as host memory, good until the next one is asked for. It is read under the lock, into a buffer: a change of the
-        state waits for that, a few milliseconds, and never for the network."""
+    def pieces(self, lane: int = 0, lanes: int = 1) -> Iterator[memoryview]:
+        """Each piece of a lane as host memory, good until the next one is asked for. It is read under the lock, into a buffer: a change
+        of the state waits for that, a few milliseconds, and never for the network."""
         buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=self._device is not None)
         side = torch.cuda.Stream(self._device) if self._device is not None else None
-        while True:
+        for number in range(lane, len(self._pieces), lanes):
             with self._lock:
-                if self._next >= len(self._pieces):
-                    return
-                piece = self._pieces[self._next]
+                if not self._pieces:
+                    return  # dropped
+                piece = self._pieces[number]
                 assert piece is not None
-                host = buffer[: piece.numel()]
-                if side is not None and piece.is_cuda:
+                host = buffer[: sum(part.numel() for part in piece)]
+                if side is not None:
                     assert self._written is not None
                     with torch.cuda.stream(side):
                         side.wait_event(self._written)
-                        host.copy_(piece, non_blocking=True)
+                        _gather(piece, host)
                     side.synchronize()
                 else:
-                    host.copy_(piece)
-                self._pieces[self._next] = None
-                self._next += 1
+                    _gather(piece, host)
+                self._pieces[number] = None
             yield host_bytes(host)
 
     def set_aside(self) -> int:
         """Copy what was not read yet: the state may change once this returns. Bytes copied."""
         copied = 0
         with self._lock:
-            for index in range(self._next, len(self._pieces)):
-                piece = self._pieces[index]
-                assert piece is not None
-                self._pieces[index] = _copy_of(piece)
-                copied += piece.numel()
+            for number, piece in enumerate(self._pieces):
+                if piece is not None and not self._is_aside[number]:
+                    self._pieces[number] = [_copy_of(piece)]
+                    self._is_aside[number] = True
+                    copied += sum(part.numel() for part in piece)
             if copied:
                 self._mark_written()
         return copied
@@ -208,7 +272,7 @@ class Snapshot:
     def drop(self) -> None:
         """Nobody will read on."""
         with self._lock:
-            self._pieces, self._next = [], 0
+            self._pieces = []
 
     def _mark_written(self) -> None:
         if self._device is not None:
@@ -216,18 +280,33 @@ class Snapshot:
             self._written.record(torch.cuda.current_stream(self._device))
 
 
-def _copy_of(piece: torch.Tensor) -> torch.Tensor:
+def _gather(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+    """Copy ``parts`` one after another, in one call. From or to a device it returns before it is done."""
+    torch._foreach_copy_(list(into.split([part.numel() for part in parts])), list(parts), non_blocking=into.is_cuda or parts[0].is_cuda)
+
+
+def _scatter(whole: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
+    """The inverse of ``_gather``."""
+    torch._foreach_copy_(list(into), list(whole.split([part.numel() for part in into])), non_blocking=whole.is_cuda or into[0].is_cuda)
+
+
+def _copy_of(piece: Sequence[torch.Tensor]) -> torch.Tensor:
     """On the device if it has room, else in host memory."""
+    size = sum(part.numel() for part in piece)
     try:
-        return piece.clone()
+        whole = torch.empty(size, dtype=torch.uint8, device=piece[0].device)
     except torch.cuda.OutOfMemoryError:
-        return piece.cpu()
+        whole = torch.empty(size, dtype=torch.uint8)
+        torch._foreach_copy_(list(whole.split([part.numel() for part in piece])), list(piece))
+        return whole
+    _gather(piece, whole)
+    return whole
 
 
 def send(stream: HealStream, snapshot: Snapshot) -> Healed:
     """Stream a snapshot. Nothing but the handshake moves if the joiner holds that version of the same tensors already (it may lack a
     reference model that was made while its replica was broken)."""
-    start, nbytes, version = time.monotonic(), 0, snapshot.version
+    start, version = time.monotonic(), snapshot.version
     has = bytearray(_HAS.size)
     stream.receive_into(memoryview(has))
     if _HAS.unpack(has) == (version, snapshot.fingerprint):
@@ -236,11 +315,17 @@ def send(stream: HealStream, snapshot: Snapshot) -> Healed:
     header = json.dumps({"scalars": snapshot.scalars, "tensors": snapshot.described}).encode()
     stream.send(memoryview(MARK.pack(version, len(header), checksum_of(memoryview(header)))))
     stream.send(memoryview(header))
-    for host in snapshot.pieces():
-        stream.send(memoryview(MARK.pack(version, len(host), checksum_of(host))))
-        stream.send(host)
-        nbytes += len(host)
-    return Healed(nbytes, time.monotonic() - start)
+    sent = [0] * len(stream.lanes)
+
+    def work(number: int) -> None:
+        lane = stream.lanes[number]
+        for host in snapshot.pieces(number, len(stream.lanes)):
+            lane.send(memoryview(MARK.pack(version, len(host), checksum_of(host))))
+            lane.send(host)
+            sent[number] += len(host)
+
+    stream.in_lanes(work)
+    return Healed(sum(sent), time.monotonic() - start)
 
 
 def open_state(stream: HealStream, state: State, version: int) -> dict[str, torch.Tensor] | None:
@@ -255,7 +340,7 @@ def open_state(stream: HealStream, state: State, version: int) -> dict[str, torc
     if size == 0:
         return None
     header = bytearray(size)
-    receive_checked(stream, memoryview(header), size, checksum)
+    receive_checked(stream, [memoryview(header)], size, checksum)
     said = json.loads(bytes(header))
     state.version = None
     state.load_scalars(said["scalars"])  # first: they say whether there is a reference model, and it has tensors
@@ -270,40 +355,49 @@ def open_state(stream: HealStream, state: State, version: int) -> dict[str, torc
 def receive(stream: HealStream, tensors: Mapping[str, torch.Tensor], version: int) -> Healed:
     """Fill the tensors. Nobody else may touch them meanwhile; the state is at ``version`` once this returns, and whoever waits for it
     says so. Raises LinkBroken if the source is gone, or a piece is damaged or of another version: all pieces are void then."""
-    start, nbytes = time.monotonic(), 0
-    staging: torch.Tensor | None = None
-    side: torch.cuda.Stream | None = None
-    for piece in _pieces(tensors):
-        size, checksum = receive_mark(stream, version)
-        if piece.is_cuda:
-            if staging is None or side is None:
-                staging, side = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Stream(piece.device)
-            host = staging[: piece.numel()]
-            receive_checked(stream, host_bytes(host), size, checksum)
-            with torch.cuda.stream(side):
-                piece.copy_(host, non_blocking=True)
-            side.synchronize()  # then the buffer may be used again
-        else:
-            receive_checked(stream, host_bytes(piece), size, checksum)
-        nbytes += size
-    return Healed(nbytes, time.monotonic() - start)
+    start, pieces, received = time.monotonic(), list(_pieces(tensors)), [0] * len(stream.lanes)
+
+    def work(number: int) -> None:
+        lane = stream.lanes[number]
+        staging: torch.Tensor | None = None
+        side: torch.cuda.Stream | None = None
+        for piece in pieces[number :: len(stream.lanes)]:
+            size, checksum = receive_mark(lane, version)
+            if piece[0].is_cuda:
+                if staging is None or side is None:
+                    staging, side = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Stream(piece[0].device)
+                host = staging[: sum(part.numel() for part in piece)]
+                receive_checked(lane, [host_bytes(host)], size, checksum)
+                with torch.cuda.stream(side):
+                    _scatter(host, piece)
+                side.synchronize()  # then the buffer may be used again
+            else:
+                receive_checked(lane, [host_bytes(part) for part in piece], size, checksum)
+            received[number] += size
+
+    stream.in_lanes(work)
+    return Healed(sum(received), time.monotonic() - start)
 
 
-def receive_mark(stream: HealStream, version: int) -> tuple[int, int]:
+def receive_mark(lane: Lane | HealStream, version: int) -> tuple[int, int]:
     """(bytes, checksum) of what comes next; LinkBroken if it is of another version."""
     mark = bytearray(MARK.size)
-    stream.receive_into(memoryview(mark))
+    lane.receive_into(memoryview(mark))
     sent_version, size, checksum = MARK.unpack(mark)
     if sent_version != version:
         raise LinkBroken(f"the source streams version {sent_version}, version {version} was asked for")
     return size, checksum
 
 
-def receive_checked(stream: HealStream, host: memoryview, expected: int, checksum: int) -> None:
-    if len(host) != expected:
-        raise LinkBroken(f"a chunk of {expected} bytes came where {len(host)} were expected")
-    stream.receive_into(host)
-    if checksum_of(host) != checksum:
+def receive_checked(lane: Lane | HealStream, parts: Sequence[memoryview], expected: int, checksum: int) -> None:
+    """Fill ``parts``, one after another."""
+    if sum(len(part) for part in parts) != expected:
+        raise LinkBroken(f"a chunk of {expected} bytes came where {sum(len(part) for part in parts)} were expected")
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        lane.receive_into(part)
+        digest.update(part)
+    if digest.intdigest() != checksum:
         raise LinkBroken("a chunk arrived damaged: its checksum is wrong")
 
 
@@ -315,7 +409,7 @@ def _fingerprint(tensors: Mapping[str, torch.Tensor]) -> int:
     return xxhash.xxh3_64_intdigest(json.dumps(_describe(tensors)).encode())
 
 
-def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+def _slices(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
     """Flat uint8 views of at most PIECE_BYTES, in order."""
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
@@ -324,12 +418,24 @@ def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
             yield from tensor.detach().view(-1).view(torch.uint8).split(PIECE_BYTES)
 
 
+def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The same, neighbours in the same memory together up to PIECE_BYTES."""
+    piece: list[torch.Tensor] = []
+    for part in _slices(tensors):
+        if piece and (sum(p.numel() for p in piece) + part.numel() > PIECE_BYTES or part.device != piece[0].device):
+            yield piece
+            piece = []
+        piece.append(part)
+    if piece:
+        yield piece
+
+
 def on_host(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
     """Each piece as host memory: in place on CPU; from a device through two pinned buffers on a side stream, the copy of the
     next piece running while the caller sends this one. A yielded view is valid until the next but one is asked for."""
     staged: tuple[torch.Tensor, torch.cuda.Event] | None = None
     copier: _FromDevice | None = None
-    for piece in _pieces(tensors):
+    for piece in _slices(tensors):
         if not piece.is_cuda:
             yield host_bytes(piece)
             continue

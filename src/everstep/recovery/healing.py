@@ -84,7 +84,7 @@ class Healing:
         over: Callable[[], bool] = lambda: self._closed or not self._wanted(one.number)
         try:
             with heal.HealStream(name, self._store, self._timeout_s, over) as stream:
-                heal.send(stream.serve(self._host), snapshot)
+                heal.send(stream.serve(self._host, snapshot.lanes), snapshot)
         except Exception as error:  # the end of a thread; the joiner sees its connection close, and reports that
             if not over():
                 self._events.emit("error", step=one.version, epoch=view.epoch.key, error=type(error).__name__,

@@ -2,6 +2,7 @@
 
 Every controller writes it once its coordinator listens, and removes it when the run ends. A worker whose coordinator is gone reads it
 until it names a higher incarnation than the one it obeyed (docs/protocol.md, rule 7). The file holds a secret and is for its owner only.
+A lighthouse needs no file: it comes back where it was, and says which incarnation it is (``Announcement`` without one).
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ Address = tuple[str, int]  # (host, port)
 
 @dataclass(frozen=True)
 class Announcement:
-    """``token``: what a worker must know to be heard. ``host``: what another controller needs to reach the worker processes
+    """``incarnation``: None: it says itself when it is asked. ``token``: what a worker must know to be heard. ``host``: what another controller needs to reach the worker processes
     (:meth:`everstep.cluster.host.Host.handle`)."""
 
-    incarnation: int
+    incarnation: int | None
     coordinator: Address
     store: Address
     token: str

@@ -52,21 +52,24 @@ class CoordinatorServer(Desk):
 
     ``token``: what a rank must know to be heard. ``silence_s``: a rank of which nothing was heard for so long is expelled.
     ``build_timeout_s``: for a link to be acknowledged by everybody. ``heartbeat_s``: every rank hears something this often.
+    ``address``: of whoever accepts connections for it and hands them over (:meth:`attend`); None: it does that itself.
     """
 
     def __init__(
         self, coordinator: Coordinator, log: CommitLog, events: EventLog, listener: Listener, token: str, silence_s: float,
         build_timeout_s: float, host: str = "127.0.0.1", heartbeat_s: float = 1.0, judge: Judge | None = None, judge_every_s: float = 1.0,
+        address: tuple[str, int] | None = None,
     ):
         super().__init__(coordinator, log, events, listener, judge)
         self._commits = log
         self._heartbeat_s, self._judge_every_s, self._token = heartbeat_s, judge_every_s, token
         self._silence_s, self._build_timeout_s = silence_s, build_timeout_s
         self._build: tuple[str, float] = ("", 0.0)  # the link in construction and since when
-        self._socket = socket.create_server((host, 0), backlog=256)
-        self.address: tuple[str, int] = (host, self._socket.getsockname()[1])
+        self._socket = socket.create_server((host, 0), backlog=256) if address is None else None
+        self.address: tuple[str, int] = (host, self._socket.getsockname()[1]) if self._socket else address  # type: ignore[assignment]
         loops = {self._silence_loop: "watching for silence", self._heartbeat_loop: "sending heartbeats"}
-        threading.Thread(target=self._accept_loop, name="coordinator-accept", daemon=True).start()
+        if self._socket:
+            threading.Thread(target=self._accept_loop, name="coordinator-accept", daemon=True).start()
         for loop, what in loops.items():
             threading.Thread(target=self._guarded, args=(loop, what), name=f"coordinator-{what.split()[-1]}", daemon=True).start()
 
@@ -75,9 +78,10 @@ class CoordinatorServer(Desk):
             self._closed = True
             sessions = list(self._sessions.values())
             self._sessions.clear()
-        with contextlib.suppress(OSError):  # not connected, says the kernel; but it wakes accept(), which close() does not
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        if self._socket:
+            with contextlib.suppress(OSError):  # not connected, says the kernel; but it wakes accept(), which close() does not
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
         for session in sessions:
             session.close()
         self._commits.close()
@@ -93,6 +97,7 @@ class CoordinatorServer(Desk):
                 self._fail(WorkerFailed(f"the coordinator failed while {what}: {type(error).__name__}: {error}"))
 
     def _accept_loop(self) -> None:
+        assert self._socket is not None
         while True:
             try:
                 sock, _ = self._socket.accept()
@@ -115,9 +120,18 @@ class CoordinatorServer(Desk):
             sock.close()
             return
         sock.settimeout(None)
+        self.attend(sock, hello)
+
+    def attend(self, sock: socket.socket, hello: dict[str, Any]) -> None:
+        """Listen to a rank that introduced itself with ``hello`` until its connection ends."""
         worker = str(hello["worker"])
         session = _Session(worker, sock)
-        if not self.connect(worker, session, hello["pid"], hello["host"], hello.get("state")):
+        if "orphan" in hello:  # it obeyed another coordinator before, and waits to know whether it is welcome
+            session.put({"type": "welcome", "incarnation": self.coordinator.view.epoch.incarnation})
+        if not self.connect(worker, session, hello["pid"], hello["host"]):
+            if worker in self.dead:
+                with contextlib.suppress(wire.Closed):
+                    wire.send(sock, {"type": "over", "error": "ReplicaBroken", "message": f"worker {worker} was expelled: {self.dead[worker]}"})
             sock.close()
             return
         threading.Thread(target=session.write_loop, name=f"coordinator-to-{worker}", daemon=True).start()
@@ -127,7 +141,9 @@ class CoordinatorServer(Desk):
         except wire.Closed as closed:
             with self._changed:
                 ours = self._sessions.get(worker) is session
-            if ours and not self._closed:
+            if ours and self._over:
+                self.receive(worker, {"type": "bye"})
+            elif ours and not self._closed:
                 self.expel(worker, f"process ended ({closed})", ended=True)
 
     def _silence_loop(self) -> None:

@@ -154,9 +154,10 @@ class Transaction:
         self._dealt: int | None = None    # and those that it was first dealt
         self.holds: tuple[int, Epoch] | None = None  # the total (step, epoch) that was voted for and is kept, until it is applied
 
-    def run(self, work: Work, incarnation: int) -> StepReport:
-        """One committed step. ``incarnation``: of the coordinator beside the controller that called for it. Raises ReplicaBroken (a rank of my replica is gone), Fenced (I am expelled or the coordinator
-        is lost), Superseded (another controller calls the step anew), DeadlineExceeded."""
+    def run(self, work: Work, incarnation: int | None) -> StepReport:
+        """One committed step. ``incarnation``: of the coordinator beside the controller that called for it; None: whoever called outlives
+        coordinators, and the step goes on under the next one. Raises ReplicaBroken (a rank of my replica is gone), Fenced (I am expelled
+        or the coordinator is lost), Superseded (another controller calls the step anew), DeadlineExceeded."""
         self._seconds, self._since = {}, time.monotonic()
         self._computed, self._dealt = 0, None
         ledger, sent_bytes = work.ledger(), self._links.sent_bytes
@@ -211,19 +212,19 @@ class Transaction:
 
     # -- one attempt -----------------------------------------------------------------------------------------------------
 
-    def _agree_on_view(self, step: int, incarnation: int) -> Record:
+    def _agree_on_view(self, step: int, incarnation: int | None) -> Record:
         """The newest record that any rank of my replica has seen; all ranks of the replica act on this one.
 
         The call of a step may arrive before the view that lets this life of the replica in: that view is waited for.
         """
         current = self._control.wait_for(
             lambda records: records[-1] if records[-1].view.committed >= step - 1 and self._has_entered(records)
-            and records[-1].view.epoch.incarnation >= incarnation else None,
+            and records[-1].view.epoch.incarnation >= (incarnation or 0) else None,
             self._config.step_timeout_s, f"the commit of step {step - 1}, and a view with build {self._build} of replica {self._replica}",
         )
         number = max(n for (n,) in self._world.agree((current.number,), f"the view of step {step}"))
         record = self._control.numbered(number, self._config.step_timeout_s)
-        if record.view.epoch.incarnation > incarnation:
+        if incarnation is not None and record.view.epoch.incarnation > incarnation:
             raise Superseded(f"step {step} was called beside coordinator {incarnation}, which is gone; the next one calls it anew")
         if cause := self._control.halted(number):
             raise Halted(f"step {step} was given up: {cause}")

@@ -11,6 +11,8 @@ import socket
 import struct
 from typing import Any
 
+import xxhash
+
 MAX_MESSAGE_BYTES = 64 << 20
 _HEADER = struct.Struct("!I")
 
@@ -36,6 +38,24 @@ def receive(sock: socket.socket) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise Closed("a message must be an object")
     return message
+
+
+def send_with(sock: socket.socket, message: dict[str, Any], payload: bytes) -> None:
+    """A message with bytes behind it, under their checksum."""
+    send(sock, message | {"payload_bytes": len(payload), "payload_hash": xxhash.xxh3_64_hexdigest(payload)})
+    try:
+        sock.sendall(payload)
+    except OSError as error:
+        raise Closed(str(error)) from error
+
+
+def receive_with(sock: socket.socket) -> tuple[dict[str, Any], bytes]:
+    """The inverse of send_with(). Raises Closed, also if the bytes are not those that were sent."""
+    message = receive(sock)
+    payload = _exactly(sock, int(message.pop("payload_bytes")))
+    if xxhash.xxh3_64_hexdigest(payload) != message.pop("payload_hash"):
+        raise Closed("bytes arrived damaged")
+    return message, payload
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes:

@@ -24,7 +24,7 @@ def assign(
     mask = samples["loss_mask"]
     rewards, metrics = token_rewards(scores, mask), dict[str, float]()
     if kl_coef > 0 and rl.kl_in == "reward":
-        kl = kl_terms(samples["old_logprobs"], samples["ref_logprobs"], mask, rl.kl_kind)
+        kl = kl_terms(samples["old_logprobs"], samples["ref_logprobs"], mask, rl.kl_kind, rl.kl_clamp)
         rewards = rewards - kl_coef * kl
         metrics |= {"actor/reward_kl_penalty": mean_kl(kl, mask), "actor/reward_kl_penalty_coeff": kl_coef}
     elif kl_coef > 0:
@@ -58,7 +58,7 @@ def next_kl_coef(samples: TrainingBatch, rl: RlConfig, kl_coef: float) -> float:
     if not rl.kl_target or kl_coef == 0:
         return kl_coef
     mask = samples["loss_mask"]
-    kl = kl_terms(samples["old_logprobs"], samples["ref_logprobs"], mask, rl.kl_kind)
+    kl = kl_terms(samples["old_logprobs"], samples["ref_logprobs"], mask, rl.kl_kind, rl.kl_clamp)
     return adapted(kl_coef, mean_kl(kl, mask), rl.kl_target, len(samples), rl.kl_horizon_samples)
 
 
@@ -73,6 +73,7 @@ def policy_loss(rl: RlConfig, rollout: RolloutConfig, on_policy: bool, kl_coef: 
             ratio=rl.ratio,
             kl_coef=kl_coef if rl.kl_in == "loss" else 0.0,
             kl_kind=rl.kl_kind,
+            kl_clamp=rl.kl_clamp,
             entropy_coef=rl.entropy_coef,
             aggregation=rl.loss_aggregation,
             horizon=rl.loss_horizon_tokens or rollout.max_response_tokens,

@@ -7,6 +7,7 @@ the lead, and its result is taken, and told to everybody, when the first stage t
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -90,7 +91,7 @@ def execute(pipeline: Pipeline, context: Context, group: Group, prompts: Trainin
             elif group.is_lead:
                 pending[stage.name] = _beside(stage, context, given)
             else:
-                pending[stage.name] = _elsewhere
+                pending[stage.name] = functools.partial(_run, stage, context, given)  # if the lead dies before it has the result
         for stage in pipeline.stages:
             if stage.name in pending:
                 finish(stage, group.once(pending.pop(stage.name)))
@@ -122,10 +123,6 @@ def _beside(stage: Stage, context: Context, given: TrainingBatch) -> Callable[[]
 
     threading.Thread(target=work, name=f"stage-{stage.name}", daemon=True).start()
     return result
-
-
-def _elsewhere() -> _Outcome:
-    raise AssertionError("only the lead computes this stage; the others are told")
 
 
 def _run(stage: Stage, context: Context, given: TrainingBatch) -> _Outcome:

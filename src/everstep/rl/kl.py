@@ -12,7 +12,9 @@ see "On a few pitfalls in KL divergence gradient estimation for RL", arXiv 2506.
     k1+   k1's value, k2's gradient
     k3+   k3's value, k2's gradient
 
-k3 clamps x to [-20, 20] and its value to [-10, 10], as verl does (TRL does not): a token beyond has no gradient.
+Of a token far from the reference (``clamp``): ``k3`` clamps x of k3 to [-20, 20] and its value to [-10, 10], as verl does; ``all`` the
+value of every estimator to [-10, 10], as OpenRLHF does; ``none``, as TRL, nothing, so that exp(-x) may overflow. Beyond a clamp
+there is no gradient, but for k1+ and k3+, whose gradient is k2's everywhere.
 """
 
 from __future__ import annotations
@@ -25,30 +27,33 @@ from torch import Tensor
 from everstep.errors import ConfigError
 
 KlKind = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
+KlClamp = Literal["k3", "all", "none"]
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: far beyond any clip range, far below overflow (verl's limit)
-_K3_LIMIT = 10.0  # verl's limit of one token's k3
+_VALUE_LIMIT = 10.0  # of one token's estimate (verl, OpenRLHF)
 
 _LARGEST_ERROR = 0.2  # of the adaptive coefficient, relative to its target (arXiv 1909.08593, section 2.2)
 
 
-def kl_terms(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: KlKind) -> Tensor:
+def kl_terms(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: KlKind, clamp: KlClamp = "k3") -> Tensor:
     """Estimate of KL(policy || reference) per token, all (B, T); 0 where the mask is. ConfigError for an unknown kind."""
     x = torch.where(mask > 0, logprobs - ref_logprobs, 0.0)
-    if kind == "k1":
-        return x
-    if kind == "abs":
-        return x.abs()
-    if kind == "k2":
-        return 0.5 * x * x
-    if kind == "k3":
-        x = x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        return ((-x).exp() + x - 1.0).clamp(-_K3_LIMIT, _K3_LIMIT)
     if kind in ("k1+", "k3+"):
         slope = 0.5 * x * x
-        value = kl_terms(logprobs.detach(), ref_logprobs, mask, "k1" if kind == "k1+" else "k3")
+        value = kl_terms(logprobs.detach(), ref_logprobs, mask, "k1" if kind == "k1+" else "k3", clamp)
         return value + slope - slope.detach()
-    raise ConfigError(f"rl.kl_kind={kind!r} is unknown; choose one of {', '.join(get_args(KlKind))}")
+    if kind == "k1":
+        value = x
+    elif kind == "abs":
+        value = x.abs()
+    elif kind == "k2":
+        value = 0.5 * x * x
+    elif kind == "k3":
+        x = x if clamp == "none" else x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        value = (-x).exp() + x - 1.0
+    else:
+        raise ConfigError(f"rl.kl_kind={kind!r} is unknown; choose one of {', '.join(get_args(KlKind))}")
+    return value.clamp(-_VALUE_LIMIT, _VALUE_LIMIT) if clamp in (kind, "all") else value
 
 
 def token_rewards(scores: Tensor, mask: Tensor) -> Tensor:

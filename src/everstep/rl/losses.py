@@ -31,7 +31,7 @@ from torch import Tensor
 from everstep.cluster.batch import TrainingBatch
 from everstep.engine.loss import LossFn, LossOutput
 from everstep.errors import ConfigError
-from everstep.rl.kl import LOG_RATIO_LIMIT, KlKind, kl_terms
+from everstep.rl.kl import LOG_RATIO_LIMIT, KlClamp, KlKind, kl_terms
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 EmptyRows = Literal["skip", "count"]
@@ -172,6 +172,7 @@ class PolicyLoss:
     ratio: RatioLevel
     kl_coef: float
     kl_kind: KlKind
+    kl_clamp: KlClamp
     entropy_coef: float
     aggregation: Aggregation
     horizon: float | None
@@ -205,7 +206,7 @@ class PolicyLoss:
             "actor/pg_clipfrac_lower": aggregate(terms.clipped_lower, mask, "token-mean"),
         }
         if self.kl_coef > 0:
-            kl_sum, _ = self._aggregate(kl_terms(logprobs, batch["ref_logprobs"], mask, self.kl_kind), mask)
+            kl_sum, _ = self._aggregate(kl_terms(logprobs, batch["ref_logprobs"], mask, self.kl_kind, self.kl_clamp), mask)
             loss_sum = loss_sum + self.kl_coef * kl_sum
             metrics["actor/kl_loss"] = (kl_sum.detach(), weight)
         if self.needs_entropy:
@@ -275,6 +276,7 @@ def policy_loss(
     ratio: RatioLevel = "token",
     kl_coef: float = 0.0,
     kl_kind: KlKind = "k3",
+    kl_clamp: KlClamp = "k3",
     entropy_coef: float = 0.0,
     aggregation: Aggregation = "token-mean",
     horizon: float | None = None,
@@ -293,6 +295,7 @@ def policy_loss(
     """
     _check_choice("rl.loss_aggregation", aggregation, get_args(Aggregation))
     _check_choice("rl.kl_kind", kl_kind, get_args(KlKind))
+    _check_choice("rl.kl_clamp", kl_clamp, get_args(KlClamp))
     _check_choice("rl.ratio", ratio, get_args(RatioLevel))
     _check_choice("rl.empty_rows", empty_rows, get_args(EmptyRows))
     if not 0 <= clip_low <= 1 or clip_high < 0:
@@ -308,6 +311,7 @@ def policy_loss(
         ratio,
         kl_coef,
         kl_kind,
+        kl_clamp,
         entropy_coef,
         aggregation,
         horizon,

@@ -202,6 +202,7 @@ def _cycle(stuck: Sequence[Stage], writers: dict[str, Stage]) -> list[str]:
 
 _SAMPLES = ("input_ids", "attention_mask", "loss_mask", "rollout_logprobs", "completion", "finished", "rollout_s", "prompt", "record", "group")
 _TOKENS = ("input_ids", "attention_mask")
+_SCORED_ROLLOUT = "everstep.rl.stages:scored_rollout"
 
 
 def needs_old_logprobs(rl: RlConfig) -> bool:
@@ -225,7 +226,7 @@ def standard(config: Config) -> Pipeline:
         Stage("reward", "everstep.rl.stages:reward", ("prompt", "completion", "record", "loss_mask"), scored),
     ]
     if rl.dynamic_sampling_rounds:  # which completions there are depends on their rewards
-        stages = [Stage("rollout", "everstep.rl.stages:scored_rollout", (PROMPTS,), (*_SAMPLES, *scored), "ranks")]
+        stages = [Stage("rollout", _SCORED_ROLLOUT, (PROMPTS,), (*_SAMPLES, *scored), "ranks")]
     if old:
         stages.append(Stage("old_logprob", "everstep.rl.stages:old_logprob", _TOKENS, old, "ranks"))
     if ref:
@@ -248,7 +249,9 @@ def fault_phases(config: Config) -> frozenset[str]:
     if not derive.is_rl(config):
         return frozenset()
     phases = {"reward": "reward", "advantages": "advantages", "old_logprob": "logprobs", "ref_logprob": "logprobs", "values": "values"}
-    return frozenset({"rollout"} | {phases[stage.name] for stage in resolve(config).stages if stage.name in phases})
+    stages = resolve(config).stages
+    found = {"rollout"} | {phases[stage.name] for stage in stages if stage.name in phases}
+    return frozenset(found | {"reward"} if any(stage.function == _SCORED_ROLLOUT for stage in stages) else found)
 
 
 def resolve(config: Config) -> Pipeline:

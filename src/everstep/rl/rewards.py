@@ -42,18 +42,29 @@ class RewardFailed(WorkerFailed):
 class Scores:
     """Rewards of B completions.
 
-    ``values`` (B,) float32, 0 where there is none; ``failed``: row -> reason; ``terms``: the mean of each term, before its
-    weight, over the completions for which it has a value (none: it is left out).
+    ``values`` (B,) float32, 0 where there is none; ``failed``: row -> reason; ``sums``: the sum of each term, before its weight, over
+    the completions for which it has a value, and how many these are.
     """
 
     values: Tensor
     failed: dict[int, str] = field(default_factory=dict)
-    terms: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The mean of each term over the completions for which it has a value (none: it is left out)."""
+        return {name: total / count for name, (total, count) in self.sums.items() if count}
 
     @property
     def metrics(self) -> dict[str, float]:
         """The means of the terms, if there are several."""
-        return {f"reward_terms/{name}": mean for name, mean in self.terms.items()} if len(self.terms) > 1 else {}
+        return {f"reward_terms/{name}": mean for name, mean in self.terms.items()} if len(self.sums) > 1 else {}
+
+    def __add__(self, more: Scores) -> Scores:
+        """Of these completions and ``more`` after them, by the same functions."""
+        failed = self.failed | {len(self.values) + row: reason for row, reason in more.failed.items()}
+        sums = {name: (total + more.sums[name][0], count + more.sums[name][1]) for name, (total, count) in self.sums.items()}
+        return Scores(torch.cat([self.values, more.values]), failed, sums)
 
     def tensors(self, drop: bool) -> dict[str, Tensor]:
         """As columns of the samples: ``scores`` (B,); with ``drop`` also ``dropped`` (B,), 1 for those that failed."""
@@ -104,15 +115,15 @@ class Scorer:
         answers = self._answers(batch)
         failed: dict[int, str] = {}
         values = [0.0] * len(batch)
-        sums = {term.name: [0.0, 0] for term in self._terms}
+        sums = {term.name: (0.0, 0) for term in self._terms}
         for i, answer in enumerate(answers):
             row, term = divmod(i, len(self._terms))
             if answer.value is None:
                 failed.setdefault(row, answer.problem)
             else:
+                name = self._terms[term].name
                 values[row] += self._terms[term].weight * answer.value
-                sums[self._terms[term].name][0] += answer.value
-                sums[self._terms[term].name][1] += 1
+                sums[name] = sums[name][0] + answer.value, sums[name][1] + 1
         if failed:
             self._record(batch, failed)
         if failed and (self._reward.on_error == "stop" or len(failed) == len(batch)):
@@ -125,7 +136,7 @@ class Scorer:
             cache, factor = self._reward.overlong_cache_tokens, self._reward.overlong_factor
             scores += torch.tensor([overlong_penalty(int(n), self._longest, cache, factor) for n in lengths])
         scores[list(failed)] = 0.0
-        return Scores(scores, failed, {name: total / count for name, (total, count) in sums.items() if count})
+        return Scores(scores, failed, sums)
 
     def _record(self, batch: TrainingBatch, failed: dict[int, str]) -> None:
         ids, reasons, action = [batch.sample_ids[row] for row in failed], list(failed.values()), self._reward.on_error

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+
 from torch import Tensor
 
 from everstep.cluster.batch import TrainingBatch
@@ -10,7 +13,7 @@ from everstep.config import derive
 from everstep.engine.loss import LossSpec
 from everstep.rl import credit, dynamic
 from everstep.rl.execute import Context
-from everstep.rl.rewards import without_dropped
+from everstep.rl.rewards import Scores, without_dropped
 from everstep.rl.rollout import Sampling
 
 
@@ -34,17 +37,21 @@ def reward(context: Context, samples: TrainingBatch) -> tuple[dict[str, Tensor],
 
 
 def scored_rollout(context: Context, prompts: TrainingBatch) -> tuple[TrainingBatch, dict[str, float]]:
-    """Completions with ``scores`` and perhaps ``dropped`` (B,): groups without a difference are replaced (rl.dynamic_sampling_rounds)."""
+    """Completions with ``scores`` and perhaps ``dropped`` (B,): groups without a difference are replaced (rl.dynamic_sampling_rounds).
+    Means of several terms are over all that were scored, the dropped ones too."""
+    rounds: list[Scores] = []
 
     def scored(prompts: TrainingBatch) -> TrainingBatch:
         made = rollout(context, prompts)
-        found = context.group.once(context.reward, made)
-        return made.with_tensors(**found.tensors(context.config.reward.on_error == "drop"))
+        context.group.enter_stage("reward")
+        rounds.append(context.group.once(context.reward, made))
+        context.group.enter_stage("rollout")
+        return made.with_tensors(**rounds[-1].tensors(context.config.reward.on_error == "drop"))
 
-    rounds = context.config.rl.dynamic_sampling_rounds
-    collected = dynamic.collect(scored(prompts), rounds, lambda count: scored(context.prompts(count)))
+    more = lambda count: scored(context.prompts(count))
+    collected = dynamic.collect(scored(prompts), context.config.rl.dynamic_sampling_rounds, more)
     context.dropped(collected.dropped)
-    return collected.samples, collected.metrics
+    return collected.samples, collected.metrics | functools.reduce(operator.add, rounds).metrics
 
 
 def old_logprob(context: Context, samples: TrainingBatch) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from everstep.config.explain import config_page
+from everstep.config.importing.page import migrating_page
 from everstep.telemetry.events import EVENTS
 from everstep.telemetry.metrics import METRICS
 
@@ -50,7 +51,7 @@ def events_page() -> str:
     )
 
 
-PAGES: dict[str, Callable[[], str]] = {"config.md": config_page, "metrics.md": metrics_page, "events.md": events_page}
+PAGES: dict[str, Callable[[], str]] = {"config.md": config_page, "metrics.md": metrics_page, "events.md": events_page, "migrating.md": migrating_page}
 
 
 def main(folder: Path) -> None:

@@ -178,7 +178,7 @@ EVENTS: dict[str, EventKind] = {
     ),
     "takeover": _kind(
         "lead",
-        "Another controller took over from a dead one, after `step`. `members`: replicas that hold it, `workers`: those that answered.",
+        "Another controller, or lighthouse, took over from a dead one, after `step`. `members`: replicas that hold it, `workers`: those that answered.",
         "members workers incarnation seconds",
         step=True,
         epoch=True,

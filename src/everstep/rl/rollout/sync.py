@@ -57,7 +57,7 @@ def receive(stream: HealStream, version: int) -> Iterator[tuple[str, Tensor]]:
     while True:
         size, digest = receive_mark(stream, version)
         header = bytearray(size)
-        receive_checked(stream, memoryview(header), size, digest)
+        receive_checked(stream, [memoryview(header)], size, digest)
         said: dict[str, Any] = json.loads(bytes(header))
         if "count" in said:
             if said["count"] != count:
@@ -66,7 +66,7 @@ def receive(stream: HealStream, version: int) -> Iterator[tuple[str, Tensor]]:
         tensor = torch.empty(said["shape"], dtype=getattr(torch, said["dtype"]), device="cpu")
         for chunk in on_host({said["name"]: tensor}):
             size, digest = receive_mark(stream, version)
-            receive_checked(stream, chunk, size, digest)
+            receive_checked(stream, [chunk], size, digest)
         yield said["name"], tensor
         count += 1
 

@@ -1,0 +1,545 @@
+"""One run as a lighthouse serves it: coordinator, board and fault injection, for replicas that come and go by themselves.
+
+A replica registers a life (its processes since torchrun started them), is told where to connect and what to start from, forms, and says
+so. The first ones begin the run together; whoever comes later joins. The lives that the coordinator has as members are the run; this
+process owns nothing that they could not tell its successor (:meth:`ServedRun.register` with ``resume``), but the commit record.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from everstep.checkpoint.choose import Chosen
+from everstep.cluster import takeover
+from everstep.cluster.target import LaunchedTarget, judge, judge_every_s
+from everstep.config import derive
+from everstep.config.schema import Config
+from everstep.errors import (
+    BadInput,
+    EverstepError,
+    Fenced,
+    InvariantViolated,
+    NotEnoughReplicas,
+    RunEnded,
+    WorkerFailed,
+)
+from everstep.recovery.board import Board, Journal, Place, Result, Who, Work
+from everstep.recovery.commitlog import CommitLog, Past
+from everstep.recovery.coordinator import Coordinator, Mode, State
+from everstep.recovery.desk import Listener
+from everstep.recovery.faults import FaultInjector
+from everstep.recovery.server import CoordinatorServer
+from everstep.recovery.view import Kind, Member, Record
+from everstep.run_dir import RunDir
+from everstep.telemetry.diagnosis import Diagnosis
+from everstep.telemetry.events import EventLog, read_events
+from everstep.telemetry.status import Pulse
+
+TICK_S = 0.1
+LAST_WORDS_S = 2.0  # for ranks that are told the end, to hear it and go
+ANSWER_WITHIN_S = 2.0  # a request that must wait longer is answered with "wait", and comes again
+
+
+@dataclass
+class Replica:
+    """One life of a replica. ``nonce``: what its head calls this life."""
+
+    member: Member
+    nonce: str
+    formed: bool = False
+    gone: str = ""  # why
+
+
+@dataclass
+class Start:
+    """How the run begins. ``expected``: the replicas that shall begin it together, as torchft's quorum has it; None: not known yet."""
+
+    expected: frozenset[int] | None
+    since: float = field(default_factory=time.monotonic)
+
+
+class ServedRun:
+    """``address``: where ranks connect; ``store_port``: of the store for links and heals there, None: the one replica's own is used."""
+
+    def __init__(
+        self, config: Config, run_dir: RunDir, chosen: Chosen, token: str, address: tuple[str, int], store_port: int | None,
+        min_replicas: int, start: Start, go_on: bool, send_signal: Callable[[int, str, int, int], None],
+        offer: Callable[[Mapping[str, Any]], None] | None, say: Callable[[str], None],
+    ):
+        self.config, self.run_dir, self.chosen, self._store_port, self._say = config, run_dir, chosen, store_port, say
+        self.layout = derive.layout(config)
+        self.digest = digest_of(config)
+        self._send_signal = send_signal        # replica, host, pid, number
+        self.failure: EverstepError | None = None
+        self.ended = ""                        # how
+        self.board = Board()
+        self._turn = threading.Condition(threading.RLock())
+        self._prepare_lock = threading.Lock()
+        self._replicas: dict[int, Replica] = {}
+        self._finished: dict[int, str] = {}
+        self._builds: dict[int, int] = {}      # newest life of each replica
+        self._places: dict[str, tuple[int, int]] = {}
+        self._stage = ""
+        self._begun: tuple[int, str] = (0, "")  # step in progress, and a digest of its samples
+        self._announced: dict[int, tuple[tuple[tuple[str, ...], ...], dict[str, Any]]] = {}  # steps that members say have begun under an earlier lighthouse
+        self._held_since: float | None = None
+        self._start, self._opened = start, False
+        recovery = config.recovery
+        self._log = CommitLog(run_dir.path / "commits.log", takeover=go_on)
+        self._past = self._log.past if go_on else None
+        written = read_events(run_dir.events) if go_on else []
+        self._noted = takeover.noted(written)
+        self._members_before: tuple[Member, ...] = ()  # under the lighthouse before
+        self._events = EventLog(run_dir.events / "lead.jsonl", "lead", offer)
+        everybody = self.layout.replicas
+        minimum = recovery.min_replicas if recovery.enabled and recovery.mode != "wait" else everybody
+        self._minimum = min(max(minimum, min_replicas), everybody)  # to begin
+        coordinator = Coordinator(
+            self._log.incarnation, 0, minimum, Mode(recovery.mode), recovery.standby_links_up_to if recovery.enabled else 0,
+            recovery.quarantine_after,
+        )
+        listener = Listener(
+            self._place_of, lambda worker, step, phase: self._injector.on_phase(worker, step, phase), self._died, self._recorded,
+            lambda worker, number, word: self._injector.on_word(worker, number, word), lambda worker: self._injector.struck(worker),
+            before_kill=self._before_kill,
+        )
+        self.server = CoordinatorServer(
+            coordinator, self._log, self._events, listener, token, recovery.silence_s, 2 * recovery.link_timeout_s, address[0],
+            recovery.heartbeat_s, judge(recovery), judge_every_s(recovery), address,
+        )
+        target = LaunchedTarget(
+            lambda: self.server, self._place_of, self._signal, self._process, lambda: [], {},
+        )
+        self._injector = FaultInjector(takeover.faults_left(config.faults, written), target, self._events)
+        for member in self._past.members.values() if self._past else ():  # lives are never named again
+            self._know(member)
+        if not go_on:
+            self._events.emit("run_start", step=chosen.step, attempt=run_dir.attempt, recipe=config.recipe, launcher="local",
+                              replicas=everybody, spares=0)
+        # Of one replica alone its rank 0 does this.
+        self._pulse = Pulse(run_dir.path, run_dir.attempt, self.status) if store_port is not None else None
+        self._thread = threading.Thread(target=self._watch, name="lighthouse-watch", daemon=True)
+        self._thread.start()
+
+    # -- requests of the replicas' heads ------------------------------------------------------------------------------------
+
+    def register(self, replica: int, nonce: str, resume: dict[str, Any] | None) -> dict[str, Any]:
+        """A life of a replica asks to take part. ``resume``: it was a member under an earlier lighthouse."""
+        if not 0 <= replica < self.layout.replicas:
+            raise BadInput(f"replica.id={replica} is not below the number of replicas, {self.layout.replicas} (replica.count, layout.replicas)")
+        with self._turn:
+            self.check()
+            known = self._replicas.get(replica)
+            if known is None or known.nonce != nonce:
+                if resume is not None:
+                    self._take_back(replica, nonce, resume)
+                else:
+                    self._await_end_of(replica, known)
+                    build = self._builds.get(replica, -1) + 1
+                    first = replica * self.layout.ranks_per_replica
+                    names = [f"w{first + rank}" + (f"b{build}" if build else "") for rank in range(self.layout.ranks_per_replica)]
+                    self._replicas[replica] = Replica(Member(replica, build, tuple(names)), nonce)
+                    self._know(self._replicas[replica].member)
+                    self._say(f"replica {replica} has registered" + (f", in its life {build}" if build else ""))
+                known = self._replicas[replica]
+                self._finished.pop(replica, None)
+            member = known.member
+            self._turn.notify_all()
+            return {
+                "build": member.build, "workers": list(member.workers), "run_dir": str(self.run_dir.path), "attempt": self.run_dir.attempt,
+                "checkpoint": str(self.chosen.path) if self.chosen.path else "", "step": self.chosen.step,
+                "explained": self.chosen.explain(), "join": self._opened or self._past is not None, "reference": self.board.has_reference,
+                "store_port": self._store_port, "generation": self.board.generation,
+            }
+
+    def formed(self, member: Member) -> None:
+        """All ranks of this life have formed it and are connected."""
+        with self._turn:
+            self.check()
+            life = self._life(member)
+            if life.formed:
+                return
+            life.formed = True
+            if self._opened:
+                self.server.joiner(member)
+            self._turn.notify_all()
+
+    def enter_stage(self, name: str, step: int) -> None:
+        """The lead's recipe enters a stage of an iteration."""
+        self._stage = name
+        self._injector.on_stage(name, step)
+
+    def hint(self, replicas: frozenset[int]) -> None:
+        """Torchft's quorum at the start of a run. The first word counts: quorums of the same instant are one."""
+        with self._turn:
+            if self._start.expected is None:
+                self._start.expected = replicas
+                self._say(f"torchft's quorum: replicas {sorted(replicas)}")
+
+    def begin(self, member: Member, step: int, slots: tuple[tuple[str, ...], ...], about: Mapping[str, Any]) -> bool:
+        """A replica comes to a step with these samples. False: it was committed before, without this life of it."""
+        digest = _digest(slots)
+        self._await_opening()
+        with self._prepare_lock:
+            coordinator = self.server.coordinator
+            if step == coordinator.committed + 1:
+                self._injector.prepare(step)
+            with self._turn:
+                self.check()
+                if step <= coordinator.committed:
+                    return False
+                if step != coordinator.committed + 1:
+                    raise InvariantViolated(f"replica {member.replica} comes to step {step}, but {coordinator.committed} is the last committed one")
+                if coordinator.begun < step:
+                    self._begun = (step, digest)
+                    self.server.begin(step, slots, about)
+                elif self._begun != (step, digest):
+                    raise InvariantViolated(f"step {step}: replica {member.replica} has other samples for it than the others")
+                return True
+
+    def ask(self, member: Member, place: Place, what: str, who: Who) -> Result | Work | None:
+        """None: not yet, come again."""
+        with self._prepare_lock:
+            if self._opened:
+                self._injector.prepare(self.server.coordinator.committed + 1)
+        end = time.monotonic() + ANSWER_WITHIN_S
+        with self._turn:
+            while True:
+                self.check()
+                self._life(member)
+                answer = self.board.ask(place, what, who, self.server.coordinator.view, time.monotonic()) if self._opened else None
+                if isinstance(answer, Result):
+                    return answer
+                if answer is not None and member in answer.members and not self.board.has_given(place, member):
+                    return answer
+                if not self._turn.wait(end - time.monotonic()):
+                    return None
+
+    def give(self, member: Member, place: Place, attempt: int, part: bytes, reference: bool) -> None:
+        with self._turn:
+            self.check()
+            self.board.has_reference = self.board.has_reference or reference
+            self.board.give(place, attempt, member, part, self.server.coordinator.view, time.monotonic())
+            self._turn.notify_all()
+
+    def mark(self, generation: int, bookmark: tuple[bytes, int]) -> None:
+        with self._turn:
+            self.check()
+            self.board.mark(generation, bookmark)
+
+    def restart_at(self, step: int) -> None:
+        """The members have loaded a checkpoint of ``step``."""
+        self._await_opening()
+        with self._turn:
+            self.check()
+            if self.server.coordinator.committed < step:
+                self.server.restart_at(step)
+
+    def restore(self, journal: Journal, reference: bool) -> None:
+        with self._turn:
+            self.board.restore(journal, reference)
+            self._turn.notify_all()
+
+    def finish(self, member: Member, status: str) -> None:
+        """A replica has come to the end of its program."""
+        with self._turn:
+            if (life := self._replicas.get(member.replica)) and life.member == member:
+                self._finished[member.replica] = status
+            self._turn.notify_all()
+
+    def head_left(self, replica: int, nonce: str) -> None:
+        """A head's connection ended. What has formed is judged by its ranks' connections."""
+        with self._turn:
+            life = self._replicas.get(replica)
+            if life and life.nonce == nonce and not life.formed:
+                life.gone = "it ended before it was formed"
+                self._turn.notify_all()
+
+    def status(self) -> dict[str, Any]:
+        """As :meth:`everstep.cluster.group.Group.status`."""
+        coordinator = self.server.coordinator
+        view = coordinator.view
+        return {"state": str(coordinator.state), "stage": self._stage, "epoch": str(view.epoch), "committed_step": coordinator.committed,
+                "replicas": list(view.contributors), "healing": sorted(view.healing), "spares": 0, "deaths": len(self.server.dead),
+                "ranks": self.server.whereabouts()}
+
+    def close(self, status: str) -> None:
+        """End the run; everybody still connected is told."""
+        with self._turn:
+            if self.ended:
+                return
+            self.ended = status
+            self._turn.notify_all()
+        if unfired := self.unfired_faults:
+            self._say(f"faults that never fired: {'; '.join(unfired)}")
+        error = self.failure or RunEnded("the run ended while this replica was on its way into it")
+        self.server.tell_end(error)
+        if self.failure:
+            self._events.emit("error", error=type(self.failure).__name__, message=str(self.failure))
+        if self._pulse:
+            self._pulse.close()
+        self._events.emit("run_end", status=status)
+        self._log.end()
+        self.server.await_departures(LAST_WORDS_S)
+        self._say(f"the run in {self.run_dir.path} is {status}" + (f": {self.failure}" if self.failure else ""))
+        self.server.close()
+        self._events.close()
+
+    @property
+    def unfired_faults(self) -> list[str]:
+        return self._injector.unfired
+
+    @property
+    def over(self) -> EverstepError | None:
+        """What to tell who comes now; None while the run goes on."""
+        if not self.ended:
+            return None
+        return self.failure or RunEnded(f"the run in {self.run_dir.path} is {self.ended}")
+
+    # -- the watch -----------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self.ended:
+            status = ""
+            try:
+                with self._turn:
+                    self._turn.wait(TICK_S)
+                    if self.ended:
+                        return
+                    status = self._look()
+            except EverstepError as error:
+                self._fail(error)
+            except Exception as error:  # the end of a thread: nobody would be judged any more
+                self._fail(WorkerFailed(f"the lighthouse failed while watching: {type(error).__name__}: {error}"))
+            if self.failure or status:
+                self.close("failed" if self.failure else status)
+
+    def _look(self) -> str:
+        """How the run has ended, if it has. Raises what it fails of."""
+        recovery = self.config.recovery
+        if self.server.failure:
+            raise self.server.failure
+        if not self._opened:
+            self._open_if_due()
+            return ""
+        for member, why in self.board.overdue(time.monotonic(), recovery.progress_timeout_s, recovery.call_timeout_s).items():
+            self.server.expel(member.workers[0], f"no progress: {why}")
+        members = {m.replica for m in self.server.coordinator.view.members}
+        if self._finished and members <= set(self._finished):  # also if the last member left because it failed
+            statuses = {self._finished[replica] for replica in members or self._finished}
+            return "done" if statuses == {"done"} else min(statuses - {"done"})
+        self._must_have_members()
+        return ""
+
+    def _open_if_due(self) -> None:
+        now, wait_s = time.monotonic(), self.config.lighthouse.wait_s
+        if self._past:
+            self._go_on_if_due(self._past, now)
+            return
+        expected = self._start.expected
+        ready = [life.member for _, life in sorted(self._replicas.items()) if life.formed and not life.gone]
+        pending = [r for r, life in self._replicas.items() if not life.formed and not life.gone]
+        if expected is not None and len(ready) >= self._minimum and not set(pending) & expected:
+            self._opened = True
+            self.server.open(ready)
+            return
+        if not any(not life.gone for life in self._replicas.values()) and self._replicas:
+            causes = "; ".join(f"replica {r}: {life.gone}" for r, life in sorted(self._replicas.items()))
+            raise NotEnoughReplicas(f"no replica that registered lives ({causes}); the run has not begun")
+        if now - self._start.since > wait_s:
+            raise NotEnoughReplicas(
+                f"{len(ready)} of {self.layout.replicas} replicas were ready after {wait_s:g} s (lighthouse.wait_s), the run begins with "
+                f"{self._minimum}; start the others, or lower recovery.min_replicas"
+            )
+
+    def _go_on_if_due(self, past: Past, now: float) -> None:
+        """After a restart of the lighthouse: once the living members of the last view are here, and have said what they hold."""
+        assert past.last is not None
+        there = {w for life in self._replicas.values() if not life.gone for w in life.member.workers
+                 if self.server.connected(w) and w in self.server.told}
+        waited_for = [member for member in past.last.view.members if self._may_come(member) and not there.issuperset(member.workers)]
+        if waited_for and now - self._start.since <= self.config.recovery.silence_s:
+            return
+        self._opened = True
+        self._turn.notify_all()
+        told = {worker: takeover.Told.parse(said) for worker, said in list(self.server.told.items()) if worker in there}
+        decided = takeover.decide(past, told, self.run_dir.path)
+        begun = self._announced.get(decided.last.view.committed + 1)
+        if begun is not None:
+            self._begun = (decided.last.view.committed + 1, _digest(begun[0]))
+        self.server.take_over(
+            decided.last, decided.commit, decided.members, self.layout.replicas, self._noted, decided.healing, begun,
+        )
+        view = self.server.coordinator.view
+        self._events.emit("takeover", step=view.committed, epoch=view.epoch.key, incarnation=self._log.incarnation, members=list(view.replicas),
+                          workers=sorted(told), seconds=now - self._start.since)
+        self._say(f"going on after step {view.committed} with replicas {list(view.replicas)}")
+        self._members_before = decided.last.view.members
+        for life in self._replicas.values():
+            self._let_in(life)
+
+    def _let_in(self, life: Replica) -> None:
+        """After a restart of the lighthouse: a life that was on its way into the run goes on with that. One that was a member and came too
+        late, or without the state, sees a view without it, and ends."""
+        members = (*self.server.coordinator.view.members, *self._members_before)
+        if self._opened and life.formed and not life.gone and life.member not in members:
+            self.server.joiner(life.member)
+
+    def _await_opening(self) -> None:
+        """After a restart of the lighthouse: until it is known which step was the last one (the watch sees to it, in recovery.silence_s)."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._opened or bool(self.failure or self.ended))
+            self.check()
+
+    def _may_come(self, member: Member) -> bool:
+        """A member under the lighthouse before; one that is in a later life is dead for sure."""
+        life = self._replicas.get(member.replica)
+        return life is None or (life.member == member and not life.gone)
+
+    def _must_have_members(self) -> None:
+        coordinator, causes = self.server.coordinator, "; ".join(f"{w}: {c}" for w, c in sorted(self.server.dead.items()))
+        if coordinator.state is State.LOST:
+            raise NotEnoughReplicas(
+                f"no living replica holds step {coordinator.committed} ({causes}); resume from the last checkpoint with resume=auto"
+            )
+        if coordinator.state is not State.HELD:
+            self._held_since = None
+            return
+        self._held_since = self._held_since or time.monotonic()
+        recovery = self.config.recovery
+        wait_s = recovery.below_minimum_wait_s if recovery.below_minimum == "wait" else self.config.lighthouse.wait_s
+        wait_s = wait_s if recovery.enabled else 0.0
+        if time.monotonic() - self._held_since > wait_s:
+            raise NotEnoughReplicas(
+                f"{len(coordinator.view.members)} replicas live, {coordinator.min_replicas} are needed, and no other came in {wait_s:g} s "
+                f"(lighthouse.wait_s, recovery.below_minimum_wait_s; {causes}); resume with resume=auto when there are machines"
+            )
+
+    # -- parts ------------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises what the run fails of, or how it has ended."""
+        if error := self.failure or self.over:
+            raise error
+
+    def _fail(self, error: EverstepError) -> None:
+        with self._turn:
+            self.failure = self.failure or error
+            self._turn.notify_all()
+
+    def _life(self, member: Member) -> Replica:
+        life = self._replicas.get(member.replica)
+        if life is None or life.member != member or life.gone:
+            raise Fenced(f"replica {member.replica} is over in its life {member.build}" + (f": {life.gone}" if life and life.gone else ""))
+        return life
+
+    def _know(self, member: Member) -> None:
+        self._builds[member.replica] = max(self._builds.get(member.replica, 0), member.build)
+        for rank, worker in enumerate(member.workers):
+            self._places[worker] = (member.replica, rank)
+
+    def _take_back(self, replica: int, nonce: str, resume: dict[str, Any]) -> None:
+        member = Member(replica, int(resume["build"]), tuple(resume["workers"]))
+        if self._builds.get(replica, 0) > member.build:
+            raise Fenced(f"replica {replica} is over in its life {member.build}: it has a later one")
+        self._know(member)
+        self._replicas[replica] = Replica(member, nonce, formed=bool(resume["formed"]))
+        if resume["begun"]:
+            step, slots, about = resume["begun"]
+            self._announced[step] = tuple(tuple(slot) for slot in slots), about
+        self._let_in(self._replicas[replica])
+
+    def _await_end_of(self, replica: int, life: Replica | None) -> None:
+        """A former life of the replica must have ended before there is a new one (rule 8)."""
+        if life is None or life.gone:
+            return
+        limit = self.config.recovery.silence_s + 2 * self.config.recovery.heartbeat_s
+        if not self._turn.wait_for(lambda: bool(life.gone) or replica in self._finished, limit):
+            said = self.server.progress.get(life.member.workers[0])
+            raise BadInput(
+                f"replica.id={replica} takes part already (process {said.pid if said else '?'} on {said.host if said else '?'}); stop it, or give "
+                "this one another replica.id"
+            )
+
+    def _died(self, worker: str, cause: str) -> None:
+        replica, _ = self._place_of(worker)
+        with self._turn:
+            life = self._replicas.get(replica)
+            if life and worker in life.member.workers and not life.gone:
+                life.gone = cause
+                self._signal(worker, signal.SIGKILL)  # the others end by themselves, when they hear of it: all are started anew (rule 23)
+                self._events.emit("expel", replica=replica, rank=self._place_of(worker)[1], worker=worker, cause=cause)
+            self._turn.notify_all()
+
+    def _before_kill(self, worker: str, cause: str) -> None:
+        """A rank is silent or makes no progress: what all ranks do is written down."""
+        if not self.config.watch.diagnose:
+            return
+        step = self.server.coordinator.committed + 1
+        said = {w: (p.pid, p.host) for w, p in self.server.progress.items()}
+        found = Diagnosis(
+            self.run_dir.path / "diagnosis", self._signal, lambda w, message: self.server.order(w, dict(message)), lambda: said, self._stacks_of,
+            lambda folder, w: self._events.emit(
+                "diagnosis", step=step, replica=self._place_of(w)[0], rank=self._place_of(w)[1], worker=w, path=str(folder)
+            ),
+        )
+        found.take(worker, cause, step, self.server.whereabouts())
+        found.finish(worker)
+
+    def _stacks_of(self, worker: str) -> Path:
+        replica, rank = self._place_of(worker)
+        return self.run_dir.rank_log(replica * self.layout.ranks_per_replica + rank).with_suffix(".stacks")
+
+    def _recorded(self, record: Record) -> None:
+        if record.kind is Kind.COMMIT:
+            self._injector.on_commit(record.step)
+        elif record.kind is Kind.VIEW:
+            self._say(f"view {record.view.epoch}: replicas {list(record.view.replicas)} ({record.cause})")
+        with self._turn:
+            self.board.view_changed(self.server.coordinator.view, time.monotonic())
+            self._turn.notify_all()
+
+    def _place_of(self, worker: str) -> tuple[int, int]:
+        return self._places.get(worker, (-1, -1))
+
+    def _signal(self, worker: str, number: int) -> None:
+        if said := self.server.progress.get(worker):
+            self._send_signal(self._place_of(worker)[0], said.host, said.pid, number)
+
+    def _process(self, worker: str) -> str:
+        said = self.server.progress.get(worker)
+        return f"{said.pid} on {said.host}" if said else "?"
+
+
+def _digest(slots: tuple[tuple[str, ...], ...]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(slots).encode())
+
+
+def digest_of(config: Config) -> str:
+    """Of what all replicas of a run must have alike."""
+    own = {"replica", "local", "lighthouse", "ray", "launcher", "resume"}
+    return xxhash.xxh3_64_hexdigest(json.dumps(config.model_dump(exclude=own), sort_keys=True).encode())
+
+
+def differing_keys(one: Config, other: Config) -> list[str]:
+    """Sections or keys in which two configurations differ, but for what is each replica's own."""
+    mine, theirs = one.model_dump(), other.model_dump()
+    own = {"replica", "local", "lighthouse", "ray", "launcher", "resume"}
+    found = []
+    for name in mine:
+        if name in own or mine[name] == theirs[name]:
+            continue
+        if isinstance(mine[name], dict) and isinstance(theirs[name], dict):
+            found += [f"{name}.{key}" for key in mine[name] if mine[name][key] != theirs[name].get(key)]
+        else:
+            found.append(name)
+    return found

@@ -1,0 +1,266 @@
+"""``everstep up``: a lighthouse and all replicas of a run on this machine, each started, watched, and started anew.
+
+    everstep up CONFIG
+      -> everstep lighthouse                                       logs/lighthouse.log
+      -> everstep train CONFIG launcher=local replica.id=0 ...     logs/replica-0.log, devices of its own
+         -> torchrun's agent -> the ranks
+      -> everstep train CONFIG launcher=local replica.id=1 ...
+
+Ranks that die are started anew by their replica's torchrun; what dies above them (an agent, the lighthouse) is started anew here, later
+each time. Who dies more often than that is worth is given up, with what it said last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from everstep.cluster import environment
+from everstep.cluster.lighthouse import DEFAULT_PORT, TOKEN_VARIABLE, Ports
+from everstep.cluster.orphans import TOKEN, kill_all
+from everstep.config import derive
+from everstep.config.schema import Config
+from everstep.errors import BadInput, ConfigError, Interrupted, NotEnoughReplicas
+
+_POLL_S = 0.1
+_LONGEST_DELAY_S = 60.0
+_CALM_S = 60.0     # a process that lived so long is not in a loop of crashes
+_ANSWER_S = 60.0   # for the lighthouse to listen
+_GRACE_S = 45.0    # for replicas to end after a signal; torchrun gives its ranks 30 s
+
+
+@dataclass
+class Child:
+    """A process that is started anew when it dies of something that may not come again."""
+
+    name: str
+    command: list[str]
+    env: dict[str, str]
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+    deaths: int = 0
+    due: float = 0.0            # when to start it (again)
+    code: int | None = None     # of its end, if it is not started anew
+    shown: int = 0              # bytes of the log that were relayed
+    _out: IO[bytes] | None = field(default=None, repr=False)
+
+    def start(self) -> None:
+        self._out = self._out or self.log.open("ab")
+        env = os.environ | self.env | {"EVERSTEP_RESTARTS": str(self.deaths)}
+        self.process = subprocess.Popen(self.command, env=env, stdout=self._out, stderr=self._out, stdin=subprocess.DEVNULL,
+                                        start_new_session=True)
+        self.started = time.monotonic()
+
+    def died(self, delay_s: float) -> None:
+        """Note the death, and when to start it anew."""
+        calm = time.monotonic() - self.started > _CALM_S
+        self.process, self.deaths = None, self.deaths + 1
+        self.due = time.monotonic() + min(delay_s * (1 if calm else 2 ** min(self.deaths - 1, 10)), _LONGEST_DELAY_S)
+
+    def signal(self, number: int) -> None:
+        if self.process and self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def new_lines(self) -> list[str]:
+        """What it printed since the last call; whole lines only."""
+        if not self.log.exists():
+            return []
+        with self.log.open("rb") as log:
+            log.seek(self.shown)
+            whole = log.read().rpartition(b"\n")[0]
+        self.shown += len(whole) + 1 if whole else 0
+        return whole.decode(errors="replace").splitlines()
+
+    def last_words(self) -> str:
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()] if self.log.exists() else []
+        return lines[-1].removeprefix("everstep: ") if lines else "it said nothing"
+
+
+def up(config: Config, program: Sequence[str], say: Callable[[str], None]) -> int:
+    """Run all replicas to their end. ``program``: arguments of ``python`` that train, to which each replica's own overrides are added.
+
+    Returns 0 once every replica is done. Raises BadInput before anything is started; what a replica ended of, if that would come again;
+    NotEnoughReplicas if one died more than ``local.max_restarts`` times; Interrupted.
+    """
+    if config.replica.id is not None:
+        raise ConfigError(f"everstep up starts all replicas: leave replica.id={config.replica.id} out")
+    if environment.inside_torchrun():
+        raise BadInput("this process is a rank of torchrun already (RANK is set) and must not start replicas")
+    own = config.lighthouse.address or os.environ.get("TORCHFT_LIGHTHOUSE", "")
+    ports = Ports.parse(own) if own else Ports("127.0.0.1", free_ports(DEFAULT_PORT))
+    launch = secrets.token_hex(16)
+    secret = {TOKEN_VARIABLE: os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)}
+    with tempfile.TemporaryDirectory(prefix="everstep-up-") as folder:
+        logs = Path(folder)
+        devices = share_devices(config)
+        children = [
+            Child(
+                f"replica {replica}",
+                [sys.executable, *program, "launcher=local", f"replica.id={replica}", f"lighthouse.address={ports.url}"],
+                secret | {TOKEN: launch} | ({"CUDA_VISIBLE_DEVICES": mine} if mine is not None else {}), logs / f"replica-{replica}.log",
+            )
+            for replica, mine in enumerate(devices)
+        ]
+        lighthouse = Child("lighthouse", lighthouse_command(config, ports), secret | {TOKEN: launch}, logs / "lighthouse.log")
+        supervisor = _Supervisor(config, lighthouse, children, ports, say)
+        try:
+            return supervisor.run()
+        finally:
+            kill_all(launch)
+            supervisor.keep_logs(Path(config.run_dir))
+
+
+def share_devices(config: Config, environ: Mapping[str, str] | None = None) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of each replica: disjoint parts of what is visible here; None on the CPU. ConfigError if they do not suffice."""
+    given = os.environ if environ is None else environ
+    layout = derive.layout(config)
+    if derive.device(config, given) != "cuda":
+        return [None] * layout.replicas
+    visible = given.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(i) for i in range(derive.cuda_devices(given))]
+    size = layout.ranks_per_replica
+    if len(devices) < size * layout.replicas:
+        raise ConfigError(
+            f"{layout.replicas} replicas of {size} ranks need {size * layout.replicas} devices, {len(devices)} are visible here "
+            "(CUDA_VISIBLE_DEVICES): lower layout.replicas or the layout inside a replica, or start the replicas on several machines"
+        )
+    return [",".join(devices[r * size : (r + 1) * size]) for r in range(layout.replicas)]
+
+
+def lighthouse_command(config: Config, ports: Ports) -> list[str]:
+    wanted = config.lighthouse
+    return [
+        sys.executable, "-m", "everstep", "lighthouse", "--bind", ports.host, "--port", str(ports.torchft), "--min-replicas",
+        str(wanted.min_replicas or config.layout.replicas), "--quorum-tick-ms", str(wanted.quorum_tick_ms), "--join-timeout-ms",
+        str(wanted.join_timeout_ms), "--heartbeat-timeout-ms", str(wanted.heartbeat_timeout_ms),
+    ]
+
+
+def free_ports(first: int) -> int:
+    """The first of three free ports, from ``first`` on. BadInput if there are none."""
+    for base in range(first, first + 3000, 3):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+            for port in range(base, base + 3):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return base
+    raise BadInput(f"no three free ports follow each other from {first} on; name some with lighthouse.address")
+
+
+class _Supervisor:
+    def __init__(self, config: Config, lighthouse: Child, replicas: list[Child], ports: Ports, say: Callable[[str], None]):
+        self._config, self._lighthouse, self._replicas, self._ports, self._say = config, lighthouse, replicas, ports, say
+        self._received: list[int] = []
+
+    def run(self) -> int:
+        old = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self._lighthouse.start()
+            self._await_lighthouse()
+            for child in self._replicas:
+                child.start()
+                self._say(f"{child.name} has started (process {child.process.pid if child.process else 0})")
+            while any(child.code is None for child in self._replicas) and not self._received:
+                self._look()
+                time.sleep(_POLL_S)
+            self._end()
+        finally:
+            self._relay()
+            for number, handler in old.items():
+                signal.signal(number, handler)
+        if self._received:
+            raise Interrupted(f"interrupted by {signal.Signals(self._received[0]).name}; the processes were stopped; continue with resume=auto")
+        return 0
+
+    def _look(self) -> None:
+        self._relay()
+        self._revive(self._lighthouse)
+        for child in self._replicas:
+            if child.code is not None:
+                continue
+            ended = self._revive(child)
+            if ended == 0:
+                child.code = 0
+                self._say(f"{child.name} is done")
+            elif ended in (2, 4, 130):
+                raise _as_error(ended, f"{child.name}: {child.last_words()}")
+
+    def _relay(self) -> None:
+        for child in [self._lighthouse, *self._replicas]:
+            for line in child.new_lines():
+                print(f"[{child.name}] {line}", flush=True)
+
+    def _revive(self, child: Child) -> int | None:
+        """Its exit status if it ended for good; a death is followed by a new start when that is due."""
+        if child.process is None:
+            if time.monotonic() >= child.due:
+                child.start()
+                self._say(f"{child.name} was started anew (process {child.process.pid if child.process else 0})")
+            return None
+        status = child.process.poll()
+        if status is None:
+            return None
+        if child in self._replicas and status in (0, 2, 4, 130):
+            return status
+        self._say(f"{child.name} has ended with status {status}: {child.last_words()}")
+        if child.deaths >= self._config.local.max_restarts:
+            raise NotEnoughReplicas(
+                f"{child.name} died {child.deaths + 1} times (local.max_restarts={self._config.local.max_restarts}), at last of: "
+                f"{child.last_words()}; continue with resume=auto"
+            )
+        child.died(self._config.local.restart_delay_s)
+        return None
+
+    def _await_lighthouse(self) -> None:
+        end = time.monotonic() + _ANSWER_S
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(self._ports.coordinator, timeout=1.0):
+                return
+            if self._lighthouse.process and self._lighthouse.process.poll() is not None:
+                raise BadInput(f"the lighthouse could not be started: {self._lighthouse.last_words()}")
+            if time.monotonic() > end:
+                raise NotEnoughReplicas(f"the lighthouse did not answer at {self._ports.url} in {_ANSWER_S:g} s")
+            time.sleep(_POLL_S)
+
+    def _end(self) -> None:
+        """Replicas first: their last words are for the lighthouse."""
+        for child in [*self._replicas, self._lighthouse]:
+            if child is self._lighthouse:
+                self._await_ends(_GRACE_S)
+            child.signal(signal.SIGTERM)
+        if self._lighthouse.process:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._lighthouse.process.wait(10.0)
+
+    def _await_ends(self, within_s: float) -> None:
+        end = time.monotonic() + within_s
+        while any(c.process and c.process.poll() is None for c in self._replicas) and time.monotonic() < end and len(self._received) < 2:
+            time.sleep(_POLL_S)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._received.append(number)
+
+    def keep_logs(self, run_dir: Path) -> None:
+        """Move what the processes printed to the run's logs, if it came to have any."""
+        latest = run_dir / "logs" / "latest"
+        for child in [self._lighthouse, *self._replicas]:
+            if child.log.exists() and latest.is_dir():
+                (latest / child.log.name).write_bytes(child.log.read_bytes())
+
+
+def _as_error(code: int, message: str) -> Exception:
+    from everstep.errors import InvariantViolated
+
+    return {2: BadInput, 4: InvariantViolated, 130: Interrupted}[code](message)

@@ -1,0 +1,273 @@
+"""Several replicas under a lighthouse: each is processes of its own, found through it; real kills of ranks, replicas and the lighthouse.
+
+What only launcher local has; deaths in every phase are in test_exact.py, for all launchers, and test_up.py goes through torchrun. Here ranks
+are forked from a process that has done the imports (tests/support/replicas.py). In exact mode: whatever dies, the final weights are those
+of the undisturbed run to the last bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.support.replicas import Replicas
+from tests.support.runs import DEMO, SFT, Finished, config, finish
+from tests.test_controller_death import (
+    after_one_rank_was_told,
+    after_the_record_before_anybody_is_told,
+    before_the_record_is_durable,
+    between_two_steps,
+)
+from tests.test_faults import assert_invariants
+
+from everstep.cluster.forked import ForkedHost
+from everstep.config.schema import Config
+from everstep.telemetry import history
+from everstep.telemetry.events import epoch_key
+from everstep.telemetry.metrics import read_metrics
+
+pytestmark = pytest.mark.timeout(240)
+
+AT_A_COMMIT = [before_the_record_is_durable, after_the_record_before_anybody_is_told, after_one_rank_was_told, between_two_steps]
+STEPS = 16
+BASE = ["layout.spares=0", "faults=[]", f"sft.steps={STEPS}", "sft.samples_per_step=32", "train.micro_batch_size=4", "recovery.exact=true",
+        "recovery.heartbeat_s=0.2", "train.verify_every=1000", "checkpoint.at_end=false", "lighthouse.wait_s=60"]
+GRPO = ["layout.spares=0", "faults=[]", "warmup.steps=2", "warmup.samples_per_step=32", "rl.iterations=4", "rl.prompts_per_step=8",
+        "rl.samples_per_prompt=4", "rl.updates_per_pass=2", "rl.kl_coef=0.05", "rl.eval_every=2", "train.micro_batch_size=8",
+        "rollout.eval_samples=8", "recovery.exact=true", "recovery.heartbeat_s=0.2", "train.verify_every=1000", "checkpoint.at_end=false",
+        "lighthouse.wait_s=60"]
+
+
+def local(folder: Path, replicas: int, *more: str, file: str = SFT) -> Config:
+    return config(file, folder / "run", *(BASE if file == SFT else GRPO), "launcher=local", f"layout.replicas={replicas}", *more)
+
+
+@pytest.fixture(scope="session")
+def calm(tmp_path_factory: pytest.TempPathFactory):
+    """Hashes by position of an undisturbed run of one replica under the controller: everything else is compared with that."""
+
+    @functools.cache
+    def hashes(file: str, *more: str) -> dict[str, str]:
+        folder = tmp_path_factory.mktemp("calm") / "run"
+        run = finish(config(file, folder, *(BASE if file == SFT else GRPO), "layout.replicas=1", *more), host=ForkedHost)
+        return by_position(run)
+
+    return hashes
+
+
+def by_position(run: Finished) -> dict[str, str]:
+    last = run.kind("verify")[-1]
+    assert last["equal"]
+    return {name.split("/")[1]: digest for name, digest in last["hashes"].items()}
+
+
+def replicas_at_end(run: Finished) -> set[str]:
+    return {name.split("/")[0] for name in run.kind("verify")[-1]["hashes"]}
+
+
+def check(run: Finished, expected: dict[str, str], replicas: int | None) -> None:
+    """``replicas``: that are there at the end; None: one may not have been back by then."""
+    assert_invariants(run, steps=run.kind("commit")[-1].step)  # as many as in the run that it is compared with, else the hashes differ
+    assert by_position(run) == expected
+    assert replicas is None or len(replicas_at_end(run)) == replicas
+    steps = [row["step"] for row in read_metrics(run.folder / "metrics.jsonl")]
+    assert steps == sorted(set(steps)), f"some step's metrics were written twice: {steps}"
+    assert run.kind("run_end")[-1]["status"] == "done"
+
+
+def test_a_killed_rank_comes_back_as_a_new_life_of_its_replica(tmp_path: Path, calm) -> None:
+    """Replica 0, which leads at first: the other one leads until it is back, and nobody in between."""
+    fault = "faults=[{step: 3, phase: reduce, kind: kill, replica: 0}]"
+    with Replicas(local(tmp_path, 2, fault, "sft.steps=40"), tmp_path) as replicas:
+        replicas.start(0, 1)
+        run = replicas.finished()
+    check(run, calm(SFT, "sft.steps=40"), 2)
+    assert len(run.kind("death")) == 1 and run.kind("fault")[0]["kind"] == "kill"
+    assert {e["replica"] for e in run.kind("join")} == {0}
+    logged = {row["step"] for row in read_metrics(run.folder / "metrics.jsonl")}
+    assert set(range(1, 41)) - logged <= {3}, "only the step in which the lead died may have nobody who wrote its metrics"
+
+
+def test_the_lighthouse_is_killed_and_comes_back(tmp_path: Path, calm) -> None:
+    with Replicas(local(tmp_path, 2, "sft.steps=24"), tmp_path) as replicas:
+        replicas.start(0, 1)
+        replicas.wait_for_commit(4)
+        replicas.kill_lighthouse()
+        before = max(e.step for e in replicas.events() if e.event == "commit")
+        time.sleep(1.0)
+        stalled = max(e.step for e in replicas.events() if e.event == "commit")
+        assert stalled == before, "nothing commits without a coordinator"
+        replicas.start_lighthouse()
+        run = replicas.finished()
+    check(run, calm(SFT, "sft.steps=24"), 2)
+    assert not run.kind("death")
+    epochs = [epoch_key(e.epoch) for e in run.kind("commit")]
+    assert epochs == sorted(epochs) and {epoch[0] for epoch in epochs} == {1, 2}, "epochs grow, over incarnations"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("moment", AT_A_COMMIT)
+def test_the_lighthouse_dies_at_a_commit(tmp_path: Path, calm, moment: Callable[[int], None]) -> None:
+    """Whoever heard of the commit, and whoever did not, go on from it; one that is not durable is made anew."""
+    with Replicas(local(tmp_path, 2, "sft.steps=24"), tmp_path, moment=functools.partial(moment, 4)) as replicas:
+        replicas.start(0, 1)
+        replicas.lighthouse.join(60)
+        assert replicas.lighthouse.exitcode == -signal.SIGKILL
+        replicas.start_lighthouse()
+        run = replicas.finished()
+    check(run, calm(SFT, "sft.steps=24"), 2)
+    assert not run.kind("death") and [(e.step, e["members"]) for e in run.kind("takeover")] in ([(3, [0, 1])], [(4, [0, 1])])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("moment", ["forms", "heals"])
+def test_the_lighthouse_dies_while_a_replica_comes_back(tmp_path: Path, calm, moment: str) -> None:
+    with Replicas(local(tmp_path, 2, "sft.steps=60"), tmp_path) as replicas:
+        replicas.start(0, 1)
+        replicas.wait_for_commit(4)
+        replicas.kill(1)
+        if moment == "forms":
+            replicas.wait_for(lambda events: any(e.event == "process_start" and e.who == "w1b1" for e in events))
+        else:
+            replicas.wait_for(lambda events: any(e.event in ("view", "commit") and e["healing"] == [1] for e in events))
+        replicas.kill_lighthouse()
+        replicas.start_lighthouse()
+        run = replicas.finished()
+    check(run, calm(SFT, "sft.steps=60"), 2)
+    assert run.kind("takeover") and {e["replica"] for e in run.kind("join")} == {1}
+
+
+@pytest.mark.full
+def test_lighthouse_and_a_replica_die_together(tmp_path: Path, calm) -> None:
+    with Replicas(local(tmp_path, 3, "sft.steps=60", "recovery.silence_s=4"), tmp_path) as replicas:
+        replicas.start(0, 1, 2)
+        replicas.wait_for_commit(4)
+        replicas.kill_lighthouse()
+        replicas.kill(1)
+        time.sleep(0.5)
+        replicas.start_lighthouse()
+        run = replicas.finished()
+    check(run, calm(SFT, "sft.steps=60"), 3)
+
+
+@pytest.mark.full
+def test_the_lighthouse_dies_many_times(tmp_path: Path, calm) -> None:
+    with Replicas(local(tmp_path, 2, "sft.steps=60"), tmp_path) as replicas:
+        replicas.start(0, 1)
+        for death in range(5):
+            replicas.wait_for_commit(4 + 8 * death)
+            replicas.kill_lighthouse()
+            replicas.start_lighthouse()
+        run = replicas.finished()
+    check(run, calm(SFT, "sft.steps=60"), 2)
+
+
+@pytest.mark.full
+def test_a_replica_that_was_not_there_joins_and_stalls_nobody(tmp_path: Path, calm) -> None:
+    """The run begins with two of three, when torchft's join timeout has passed; the third comes while they train."""
+    with Replicas(local(tmp_path, 3, "sft.steps=80"), tmp_path, min_replicas=2, join_timeout_ms=60_000) as replicas:
+        replicas.start(0, 1)
+        replicas.wait_for_commit(5)
+        replicas.start(2)
+        run = replicas.finished()
+    check(run, calm(SFT, "sft.steps=80"), 3)
+    times = sorted(e.t_wall for e in run.kind("commit"))
+    assert max(b - a for a, b in itertools.pairwise(times)) < 10, "the join timeout was waited for"
+
+
+@pytest.mark.full
+def test_min_replicas_holds_the_run(tmp_path: Path, calm) -> None:
+    with Replicas(local(tmp_path, 2, "recovery.min_replicas=2", "sft.steps=20"), tmp_path) as replicas:
+        replicas.start(0, 1)
+        replicas.wait_for_commit(4)
+        replicas.kill(1)
+        run = replicas.finished()
+    check(run, calm(SFT, "sft.steps=20"), 2)
+    assert all(e["members"] == [0, 1] for e in run.kind("commit")), "nothing committed with fewer than two"
+
+
+@pytest.mark.full
+def test_the_lead_dies_while_it_saves(tmp_path: Path, calm) -> None:
+    fault = "faults=[{step: 8, phase: save, kind: kill, replica: 0}]"
+    with Replicas(local(tmp_path, 2, fault, "sft.steps=40", "checkpoint.every_steps=4", "checkpoint.asynchronous=false"), tmp_path) as replicas:
+        replicas.start(0, 1)
+        run = replicas.finished()
+    check(run, calm(SFT, "sft.steps=40"), 2)
+    assert [e.step for e in run.kind("save")] == list(range(4, 41, 4))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("phase", ["rollout", "compute", "reduce"])
+@pytest.mark.parametrize("replica", [0, 1])
+def test_grpo(tmp_path: Path, calm, phase: str, replica: int) -> None:
+    """A life that joins in the middle of an iteration takes its samples, scores and log-probabilities from the board."""
+    fault = f"faults=[{{step: 5, phase: {phase}, kind: kill, replica: {replica}}}]"
+    with Replicas(local(tmp_path, 2, fault, "rl.iterations=16", file=DEMO), tmp_path) as replicas:
+        replicas.start(0, 1)
+        run = replicas.finished()
+    check(run, calm(DEMO, "rl.iterations=16"), 2)
+    assert run.kind("join")
+
+
+@pytest.mark.full
+def test_all_die_and_the_run_is_resumed(tmp_path: Path) -> None:
+    conf = local(tmp_path, 2, "checkpoint.every_steps=4", "sft.steps=60")
+    with Replicas(conf, tmp_path / "first") as replicas:
+        replicas.start(0, 1)
+        replicas.wait_for_commit(9)
+        replicas.kill(0)
+        replicas.kill(1)
+        replicas.join()
+        assert set(replicas.codes.values()) == {3} and "resume=auto" in replicas.logs()
+    with Replicas(conf.model_copy(update={"resume": "auto"}), tmp_path / "second") as replicas:
+        replicas.start(0, 1)
+        run = replicas.finished()
+    assert run.kind("run_start")[-1].step == 8
+    assert not [finding for finding in history.check(run.folder) if finding.held is False]
+
+
+@pytest.mark.full
+def test_user_code_that_fails_ends_the_run_and_not_ten_times(tmp_path: Path) -> None:
+    fault = "faults=[{step: 3, phase: compute, kind: error, replica: 0}, {step: 3, phase: compute, kind: error, replica: 1}]"
+    with Replicas(local(tmp_path, 2, fault), tmp_path) as replicas:
+        replicas.start(0, 1)
+        replicas.join()
+        assert set(replicas.codes.values()) == {3}
+        assert len(list(tmp_path.glob("exits-*"))) == 2, "they were started anew"
+    assert [e["status"] for e in replicas.events() if e.event == "run_end"] == ["failed"]
+
+
+@pytest.mark.full
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with Replicas(local(tmp_path, 2), tmp_path) as replicas:
+        replicas.start(0, 1)
+        replicas.wait_for_commit(1)
+        other = Replicas.__new__(Replicas)
+        other.__dict__.update(replicas.__dict__, config=replicas.config.model_copy(update={"seed": 5}), folder=tmp_path / "other",
+                              _threads={}, ranks={}, codes={})
+        other.start(1)
+        other.join(60)
+        assert other.codes == {1: 2} and "differs in seed" in other.logs()
+        replicas.finished()
+
+
+@pytest.mark.full
+def test_islands_are_saved_whole_and_resumed(tmp_path: Path) -> None:
+    """Semi-synchronous training: a checkpoint holds the local state of every replica, wherever it was started."""
+    rounds = ["semisync.method=diloco", "semisync.sync_every=2", "optimizer.schedule=constant", "recovery.exact=false", "checkpoint.every_steps=3"]
+
+    def run(name: str, *more: str) -> Finished:
+        with Replicas(local(tmp_path, 2, *rounds, *more), tmp_path / name) as replicas:
+            replicas.start(0, 1)
+            return replicas.finished()
+
+    whole = run("whole", "sft.steps=12")
+    expected = by_position(whole)
+    whole.folder.rename(tmp_path / "kept")
+    run("part", "sft.steps=6")
+    assert by_position(run("rest", "sft.steps=12", "resume=auto")) == expected

@@ -1,0 +1,164 @@
+"""Several replicas through torchrun itself: `everstep up` with its lighthouse, agents and ranks, as a user starts it. Real kills of each.
+
+In exact mode: whatever dies, the final weights are those of the undisturbed run to the last bit. Ranks that die in this and that phase
+are in test_exact.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.support.launchers import WITHOUT_RAY, Up
+from tests.support.replicas import free_ports
+from tests.support.runs import QUIET, ROOT, SFT, Finished, command
+from tests.test_lighthouse import BASE, calm, check  # noqa: F401
+
+from everstep.cluster.processes import still_running
+from everstep.telemetry import history
+from everstep.telemetry.events import read_events
+
+pytestmark = pytest.mark.timeout(300)
+ARGUMENTS = [*QUIET, *BASE, *WITHOUT_RAY, "layout.replicas=2", "telemetry.progress=plain"]
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
+    """Starts at most one; nothing of it is left afterwards."""
+    with contextlib.ExitStack() as started:
+        yield lambda *overrides: started.enter_context(Up(tmp_path, SFT, *ARGUMENTS, *overrides))
+
+
+@pytest.mark.full
+def test_a_rank_is_killed(up, calm, tmp_path) -> None:  # noqa: F811
+    run = up("faults=[{step: 3, phase: reduce, kind: kill, replica: 1}]", "sft.steps=40")
+    finished = run.finished()
+    check(finished, calm(SFT, "sft.steps=40"), None)  # a cold start takes longer than the rest of so short a run
+    assert "replica 1 has registered" in run.out, "the lighthouse's words reach the terminal"
+    assert [line for line in run.out.splitlines() if "step 40/40" in line], "so does the lead's progress"
+    assert not still_running({e.pid for e in finished.events}, 10.0)
+    assert (finished.folder / "logs" / "latest" / "replica-1.log").exists()
+
+
+@pytest.mark.full
+def test_a_whole_replica_is_killed(up, calm) -> None:  # noqa: F811
+    run = up("sft.steps=500")
+    run.wait_for_commit(4)
+    command_line = run.below("replica.id=1")[0]  # everstep train, above the agent and the ranks
+    for process in [command_line, *command_line.children(recursive=True)]:
+        process.kill()
+    finished = run.finished()
+    check(finished, calm(SFT, "sft.steps=500"), 2)
+    assert "replica 1 was started anew" in run.err
+
+
+@pytest.mark.full
+def test_the_lighthouse_is_killed(up, calm) -> None:  # noqa: F811
+    run = up("sft.steps=60")
+    run.wait_for_commit(4)
+    run.below("everstep lighthouse")[0].kill()
+    finished = run.finished()
+    check(finished, calm(SFT, "sft.steps=60"), 2)
+    assert "lighthouse was started anew" in run.err and not finished.kind("death")
+
+
+@pytest.mark.full
+def test_an_interrupt_ends_everything(up) -> None:
+    run = up("sft.steps=5000")
+    run.wait_for_commit(3)
+    pids = {p.pid for p in psutil.Process(run.process.pid).children(recursive=True)}
+    run.process.send_signal(signal.SIGINT)
+    assert run.finish(90) == 130 and "resume=auto" in run.err
+    assert not still_running(pids, 5.0)
+
+
+@pytest.mark.full
+def test_who_dies_too_often_is_given_up(up) -> None:
+    faults = ", ".join(f"{{step: {step}, phase: compute, kind: exit, replica: 1}}" for step in range(2, 400))
+    run = up(f"faults=[{faults}]", "sft.steps=5000", "local.max_restarts=1", "recovery.quarantine_after=0")
+    assert run.finish() == 3
+    assert "replica 1 died 2 times (local.max_restarts=1)" in run.err
+
+
+@pytest.mark.full
+def test_what_cannot_work_is_refused_at_once(up) -> None:
+    run = up("layout.tp=3")
+    assert run.finish(60) == 2
+    assert "layout.tp" in run.err and not run.folder.exists()
+
+
+def by_torchruns_names(machine: int) -> dict[str, str]:
+    return {"PET_NNODES": "2", "PET_NODE_RANK": str(machine), "MASTER_ADDR": "127.0.0.1"}
+
+
+def by_slurms_names(machine: int) -> dict[str, str]:
+    return {"SLURM_NNODES": "2", "SLURM_NODEID": str(machine), "SLURM_JOB_NODELIST": "localhost,another"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("names", [by_torchruns_names, by_slurms_names])
+def test_a_replica_over_two_machines(tmp_path: Path, calm, names: Callable[[int], dict[str, str]]) -> None:  # noqa: F811
+    """Two torchruns for each replica, which find each other by variables; one rank of one of them dies."""
+    port, masters = free_ports(), [free_ports() + 100 * (i + 1) for i in range(2)]
+    steps = "sft.steps=500"
+    processes = [command(["lighthouse", "--port", str(port), "--min_replicas", "2"])]
+    try:
+        for replica in range(2):
+            for machine in range(2):
+                env = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}", "REPLICA_GROUP_ID": str(replica), "MASTER_PORT": str(masters[replica])}
+                processes.append(command(
+                    ["train", SFT, *ARGUMENTS, f"run_dir={tmp_path}/run", "layout.tp=2", "engine.sequence_parallel=true", steps,
+                     "faults=[{step: 3, phase: compute, kind: kill, replica: 1, rank: 1}]"], **env, **names(machine),
+                ))
+        for process in processes[1:]:
+            out, err = process.communicate(timeout=200)
+            assert process.returncode == 0, out + err
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.communicate(timeout=60)
+    run = Finished(tmp_path / "run", read_events(tmp_path / "run" / "events"))
+    check(run, calm(SFT, steps, "layout.tp=2", "engine.sequence_parallel=true"), 2)
+
+
+def on_the_page() -> list[str]:
+    """The commands that the page of the examples has in its block of shell."""
+    return (ROOT / "examples" / "README.md").read_text().split("```sh\n")[1].split("```")[0].splitlines()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(560)
+def test_the_examples_run_as_their_page_says(tmp_path: Path) -> None:
+    """One after the other, in a folder where only the examples are."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    python = psutil.Process().exe()
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHON": python, "PORT": str(free_ports())}
+    for line in on_the_page():
+        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, text=True, capture_output=True, timeout=250, env=env)
+        assert done.returncode == 0, line + done.stdout[-3000:] + done.stderr[-3000:]
+        assert "BROKEN" not in done.stdout
+    runs = {folder.name for folder in (tmp_path / "runs").iterdir()}
+    assert runs == {"diloco", "hsdp_two_replicas"}
+    for name in runs:
+        findings = history.check(tmp_path / "runs" / name)
+        assert findings and not [finding for finding in findings if finding.held is False]
+
+
+@pytest.mark.full
+def test_torchft_as_it_is_installed_works() -> None:
+    """Torchft's own tests of the lighthouse and its clients, of the coordination interface, and of whole training loops under its manager
+    (those that need no GPU and none of its optional packages)."""
+    chosen = "not cuda and not torchcomms and not use_cuda_True"
+    done = subprocess.run(
+        [psutil.Process().exe(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "torchft.lighthouse_test", "torchft.coordination_test",
+         "torchft.manager_integ_test", "-k", chosen], text=True, capture_output=True, timeout=280, cwd="/",
+    )
+    assert done.returncode == 0, done.stdout[-4000:]

@@ -1,6 +1,6 @@
 """What a checkpoint costs: ``python -m benchmarks.checkpoint [--hidden N] [--layers N] [--every N] [--saves N] [--device cpu|cuda]``.
 
-One rank with a model of that size, in one process. Each round makes ``--every`` optimizer steps three times: without a save; with one
+One rank with a model of that size, in one process; ``--samples`` and ``--tokens`` say how much a step computes. Each round makes ``--every`` optimizer steps three times: without a save; with one
 by everstep before the first step (copied and written while steps compute, Hugging Face weights left out); and with one by
 ``torch.distributed.checkpoint``, synchronously, as most trainers do. Told of both: how long training was blocked, and what part of a
 step that is; how much longer the steps took together, whatever the reason (the cores, the interpreter and memory are shared with what
@@ -41,10 +41,11 @@ from everstep.telemetry.events import EventLog, read_events
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def model_folder(folder: Path, hidden: int, layers: int) -> Path:
+def model_folder(folder: Path, hidden: int, layers: int, tokens: int) -> Path:
     shutil.copytree(EXAMPLES / "models" / "tiny-qwen3", folder)
     described = json.loads((folder / "config.json").read_text())
     described |= {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
+    described["max_position_embeddings"] = max(tokens, described["max_position_embeddings"])
     (folder / "config.json").write_text(json.dumps(described))
     return folder
 
@@ -56,14 +57,16 @@ def batch(samples: int, tokens: int) -> TrainingBatch:
 
 
 class Bench:
-    def __init__(self, folder: Path, hidden: int, layers: int, device: torch.device) -> None:
+    def __init__(
+        self, folder: Path, hidden: int, layers: int, device: torch.device, dtype: str = "float32", samples: int = 8, tokens: int = 64
+    ) -> None:
         from everstep.engine.step import Engine
 
         self.folder, self.device = folder, device
-        model = model_folder(folder / "model", hidden, layers)
+        model = model_folder(folder / "model", hidden, layers, tokens)
         self.config = load_config(EXAMPLES / "sft_text.yaml", [
             f"model.path={model}", f"run_dir={folder / 'run'}", "layout.replicas=1", "checkpoint.hf=false", f"device={device.type}",
-            "checkpoint.keep_last=1",
+            "checkpoint.keep_last=1", f"model.dtype={dtype}",
         ])  # fmt: skip
         self.layout = derive.layout(self.config)
         if device.type == "cpu":
@@ -76,7 +79,7 @@ class Bench:
         self.engine = Engine(self.config, resolved.hf_config, self.layout.position(0), self.layout, device)
         self.engine.init_random(0)
         self.loss = LossSpec("everstep.rl.losses:sft_loss").build()
-        self.batch = batch(8, 64)
+        self.batch = batch(samples, tokens)
         events = EventLog(folder / "events" / "lead.jsonl", "lead")
         self.saver = Saver(self.config, self.layout, events, connect, lambda worker: None)
         self.writer = RankWriter(connect, device, events)
@@ -135,6 +138,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=8, help="of one optimizer step")
+    parser.add_argument("--tokens", type=int, default=64, help="of a sample")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights; masters and moments are float32")
     parser.add_argument("--every", type=int, default=10, help="steps from one save to the next")
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
@@ -142,7 +148,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.folder, prefix="everstep-checkpoint-") as folder:
-        bench = Bench(Path(folder), chosen.hidden, chosen.layers, torch.device(chosen.device))
+        bench = Bench(Path(folder), chosen.hidden, chosen.layers, torch.device(chosen.device), chosen.dtype, chosen.samples, chosen.tokens)
         bench.steps_made(3)
         plain: list[float] = []
         measured: dict[str, list[dict[str, float]]] = {"everstep": [], "torch.distributed.checkpoint": []}
@@ -157,7 +163,7 @@ def main() -> None:
     step_s = statistics.median(plain) / chosen.every
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if chosen.device == "cuda" else f"CPU, {os.cpu_count()} cores, {platform.machine()}",
-        "torch": torch.__version__, "hidden": chosen.hidden, "layers": chosen.layers, "every": chosen.every, "saves": chosen.saves, "step_s": step_s,
+        "torch": torch.__version__, "hidden": chosen.hidden, "layers": chosen.layers, "dtype": chosen.dtype, "samples": chosen.samples, "tokens": chosen.tokens, "every": chosen.every, "saves": chosen.saves, "step_s": step_s,
     }  # fmt: skip
     title = f"{result['device']}; a step takes {step_s:.3f} s, a save every {chosen.every} steps"
     table = Table("", "blocked", "of a step", "steps longer by", "complete after", "written", "restored in", title=title)

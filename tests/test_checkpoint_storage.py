@@ -174,12 +174,12 @@ def save_second(where: str, env: dict[str, str]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("every", [5, 1])
-def test_sigkill_at_every_request_leaves_a_complete_checkpoint(s3: str, tmp_path: Path, every: int) -> None:
+@pytest.mark.timeout(600)  # a process each time, which imports the storage libraries anew
+def test_sigkill_at_every_request_leaves_a_complete_checkpoint(s3: str, tmp_path: Path) -> None:
     """A real process saves step 2 into a bucket, and is killed when its n-th request arrives, for every n."""
     n, killed = 0, 0
     while True:
-        n += every
+        n += 1
         where = f"s3://{BUCKET}/{tmp_path.name}-{n}"
         save(place(where), 1)
         pid: list[int] = []
@@ -211,7 +211,7 @@ def test_sigkill_at_every_request_leaves_a_complete_checkpoint(s3: str, tmp_path
         save(root, 3, keep_last=1)
         sweep(root)
         assert [f.name for f in checkpoint_folders(root)] == ["step-000003"]
-    assert killed >= 15 // every
+    assert killed >= 15
 
 
 def test_training_does_not_wait_for_a_store_that_hangs(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -22,7 +24,9 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tests.support.runs import DEMO, ROOT, SFT, Finished, config, finish
 from tests.test_faults import assert_invariants
 
@@ -31,6 +35,7 @@ from everstep.checkpoint.manifest import checkpoint_folders, damage, pointed_at
 from everstep.checkpoint.storage import CheckpointError
 from everstep.cluster import forked
 from everstep.cluster.forked import ForkedHost
+from everstep.cluster.host import Host
 from everstep.config.schema import Config
 from everstep.telemetry.events import EventLog, read_events
 from everstep.telemetry.metrics import read_metrics
@@ -72,7 +77,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Finished]:
     return run
 
 
-def killed(conf: Config, arm: Callable[[], None]) -> None:
+def killed(conf: Config, arm: Callable[[], None], host: Callable[[Config], Host] = ForkedHost) -> None:
     """``everstep train`` in a process of its own, which ``arm`` has SIGKILLed somewhere: its workers are left to themselves."""
     forked.context()
     sys.stdout.flush()
@@ -83,7 +88,7 @@ def killed(conf: Config, arm: Callable[[], None]) -> None:
             # The server that workers are forked from is our parent's, and runs.
             forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined, method-assign]
             arm()
-            finish(conf, host=ForkedHost)
+            finish(conf, host=host)
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -200,6 +205,68 @@ def test_every_recipe_goes_on_bitwise(
     else:
         assert again.final_hashes == calm(name).final_hashes and samples(again.folder) == samples(calm(name).folder)
     assert_invariants(again, steps=max(numbers(calm(name).folder)))
+
+
+def draws() -> list[float]:
+    """One number of each library; NumPy makes normal ones in pairs, and keeps the second."""
+    return [random.random(), float(np.random.normal()), float(torch.rand(()))]
+
+
+def seeded() -> None:
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+
+
+def drawing_workers() -> None:
+    """In every worker: user code that draws random numbers once a step, and writes them down."""
+    from everstep.cluster.worker import Worker
+
+    seeded()
+    train_step = Worker.train_step
+
+    def drawing(self: Worker, step: int, *args: Any) -> Any:
+        with open(os.environ["DRAWS"], "a") as file:
+            file.write(json.dumps([self.formation.replica, step, draws()]) + "\n")
+        return train_step(self, step, *args)
+
+    Worker.train_step = drawing  # type: ignore[method-assign, assignment]
+
+
+def drawing_lead(into: Path, dies_at: int | None = None) -> None:
+    """The same in this process, which is killed after it has drawn for a step."""
+    emit = EventLog.emit
+
+    def watched(self: EventLog, event: str, *, step: int | None = None, **fields: Any) -> None:
+        emit(self, event, step=step, **fields)
+        if event == "commit":
+            with open(into, "a") as file:
+                file.write(json.dumps(["lead", step, draws()]) + "\n")
+            if step == dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    seeded()
+    EventLog.emit = watched  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.full
+def test_random_numbers_of_user_code_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def conf(name: str, *more: str) -> Config:
+        return config(SFT, tmp_path / name, *SFT_RUN, f"env.DRAWS={tmp_path / name}.draws", *more)
+
+    def end(name: str, *more: str) -> dict[tuple[str, int], list[float]]:
+        """Of every step, and replica, the numbers that were drawn the last time it was made."""
+        with monkeypatch.context() as patched:
+            patched.setattr(EventLog, "emit", EventLog.emit)  # to be put back
+            drawing_lead(tmp_path / f"{name}.draws")
+            finish(conf(name, *more), host=lambda c: ForkedHost(c, drawing_workers))
+        rows = [json.loads(line) for line in (tmp_path / f"{name}.draws").read_text().splitlines()]
+        return {(str(who), step): drawn for who, step, drawn in rows}
+
+    whole = end("whole")
+    killed(conf("parts"), lambda: drawing_lead(tmp_path / "parts.draws", dies_at=7), lambda c: ForkedHost(c, drawing_workers))
+    assert end("parts", "resume=auto") == whole
+    assert len({tuple(drawn) for drawn in whole.values()}) >= 12, "they differ from step to step"
 
 
 # ---------------------------------------------------------------- the writers die

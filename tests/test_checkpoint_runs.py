@@ -346,6 +346,20 @@ def test_a_run_goes_on_from_the_good_one_before_a_damaged_one(
 
 
 @pytest.mark.full
+def test_a_step_or_another_runs_checkpoint_can_be_named(calm: Callable[[str], Finished], tmp_path: Path) -> None:
+    theirs = calm(SFT).folder / "checkpoints"
+    before = {path: path.stat().st_mtime_ns for path in theirs.rglob("*")}
+    step = int(checkpoint_folders(theirs)[1].name[5:])
+    shutil.copytree(theirs, tmp_path / "run" / "checkpoints")
+    for run_dir, resume in ((tmp_path / "run", str(step)), (tmp_path / "other", str(theirs / f"step-{step:06d}"))):
+        again = finish(config(SFT, run_dir, *SFT_RUN, f"resume={resume}"), host=ForkedHost)
+        assert {e.step for e in again.kind("load")} == {step} and again.final_hashes == calm(SFT).final_hashes
+        assert damage(run_dir / "checkpoints" / "step-000012") is None
+    assert (tmp_path / "run" / "checkpoints" / "set-aside" / "step-000012").is_dir(), "the future that was left is kept"
+    assert before == {path: path.stat().st_mtime_ns for path in theirs.rglob("*")}, "another run's folder is only read"
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("trouble", ["full", "read-only"])
 def test_a_disk_that_is_full_or_read_only_costs_checkpoints_and_no_step(
     trouble: str, calm: Callable[[str], Finished], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

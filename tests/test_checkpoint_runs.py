@@ -49,11 +49,11 @@ SFT_RUN = [*EXACT, "layout.replicas=2", "sft.samples_per_step=15", "train.micro_
            "optimizer.warmup_steps=3", "optimizer.decay_steps=12", "sft.steps=12", "checkpoint.every_steps=2"]
 GRPO_RUN = [*EXACT, "faults=[]", "layout.replicas=2", "layout.spares=0", "warmup.steps=2", "warmup.samples_per_step=64", "rl.iterations=3",
             "rl.prompts_per_step=8", "rl.samples_per_prompt=8", "rl.updates_per_pass=2", "rl.kl_coef=0.05", "rl.eval_every=1",
-            "train.micro_batch_size=16", "rollout.eval_samples=8", "checkpoint.every_steps=1"]
+            "train.micro_batch_size=8", "rollout.eval_samples=8", "checkpoint.every_steps=1"]
 # With a critic, which is trained by itself first: two of its steps, then two of each model in every iteration.
 PPO_RUN = [*EXACT, "faults=[]", "layout.replicas=2", "layout.pp=1", "layout.spares=0", "warmup.steps=1", "warmup.samples_per_step=32", "rl.iterations=4",
            "rl.prompts_per_step=8", "rl.samples_per_prompt=4", "rl.updates_per_pass=2", "critic.warmup=1", "rl.eval_every=2",
-           "train.micro_batch_size=16", "rollout.eval_samples=8", "checkpoint.every_steps=1"]
+           "train.micro_batch_size=4", "rollout.eval_samples=8", "checkpoint.every_steps=1"]
 DPO_RUN = [*EXACT, "layout.replicas=2", "dpo.steps=10", "dpo.eval_every=5", "dpo.pairs_per_step=32", "train.micro_batch_size=16", "optimizer.decay_steps=10",
            "checkpoint.every_steps=2"]
 LORA_RUN = [*SFT_RUN, "lora.rank=4", "lora.targets=[qkv, fc1]", "lora.dropout=0.1"]

@@ -17,7 +17,7 @@ from everstep import cli
 from everstep.checkpoint.manifest import checkpoint_folders, damage
 from everstep.cluster.forked import ForkedHost
 from everstep.config import load as config_files
-from everstep.config.check import check
+from everstep.data import check
 from everstep.telemetry.metrics import read_metrics
 from support import object_stores
 from support.checkpoints import flip_a_bit

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.cluster import takeover
-from everstep.cluster.environment import lighthouse_address, machines, placed
+from everstep.cluster.environment import Machines, lighthouse_address, machines, manager_port, placed, slurm_hosts
 from everstep.cluster.lighthouse import Ports, pack_journal, serve, unpack_journal
-from everstep.cluster.up import Child, share_devices
+from everstep.cluster.up import Child, share_devices, up
 from everstep.config.load import from_tree
 from everstep.config.schema import Config
 from everstep.errors import BadInput, ConfigError, InvariantViolated, NotEnoughReplicas, WorkerFailed, typed
@@ -257,6 +257,9 @@ def test_variables_of_torchft_and_torchtitan() -> None:
     assert lighthouse_address(conf(), {"TORCHFT_LIGHTHOUSE": "http://h:1"}) == "http://h:1"
     assert lighthouse_address(conf(lighthouse={"address": "http://g:2"}), {"TORCHFT_LIGHTHOUSE": "http://h:1"}) == "http://g:2"
     assert Ports.parse(lighthouse_address(conf(), {})) == Ports("127.0.0.1", 29510)
+    assert (manager_port({}), manager_port({"TORCHFT_MANAGER_PORT": "700"})) == (0, 700)
+    with pytest.raises(BadInput, match="TORCHFT_MANAGER_PORT=70000 is not a port number"):
+        manager_port({"TORCHFT_MANAGER_PORT": "70000"})
 
 
 @pytest.mark.parametrize("address", ["", "host", "http://host", "host:0", "host:65535", "http://host:port", ":29510"])
@@ -266,15 +269,26 @@ def test_addresses_that_are_none(address: str) -> None:
 
 
 def test_machines_of_a_replica() -> None:
-    assert machines({}).count == machines({"PET_NNODES": "1"}).count == 1
-    pet = machines({"PET_NNODES": "2", "PET_NODE_RANK": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "29400"})
-    assert (pet.count, pet.index, pet.master_addr, pet.master_port) == (2, 1, "n0", 29400)
-    for nodes, first in {"n[03-05,9],m1": "n03", "a,b": "a", "gpu-7": "gpu-7", "x[1]-ib,y": "x1-ib"}.items():
-        assert machines({"SLURM_NNODES": "2", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": nodes}).master_addr == first
+    assert machines(8, {}).count == machines(8, {"PET_NNODES": "1"}).count == 1
+    assert machines(8, {"PET_NNODES": "2", "PET_NODE_RANK": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "29400"}) == Machines(2, 1, "n0", 29400)
     with pytest.raises(BadInput, match="needs MASTER_ADDR"):
-        machines({"PET_NNODES": "2", "PET_NODE_RANK": "0"})
+        machines(8, {"PET_NNODES": "2", "PET_NODE_RANK": "0"})
     with pytest.raises(BadInput, match="PET_NODE_RANK=2 is not below PET_NNODES=2"):
-        machines({"PET_NNODES": "2", "PET_NODE_RANK": "2", "MASTER_ADDR": "h"})
+        machines(8, {"PET_NNODES": "2", "PET_NODE_RANK": "2", "MASTER_ADDR": "h"})
+
+
+def test_machines_of_a_replica_in_a_step_of_slurm() -> None:
+    """MASTER_ADDR is left aside: in a job of several replicas it can be right for one of them only."""
+    step = {"SLURM_NNODES": "4", "SLURM_NODEID": "3", "SLURM_JOB_NODELIST": "n[03-05],m1", "SLURM_GPUS_ON_NODE": "8", "MASTER_ADDR": "n03"}
+    assert machines(8, step) == machines(1, step) == Machines(), "a replica for each node (deploy/slurm/local.sbatch)"
+    assert machines(16, step) == Machines(2, 1, "n05") and machines(16, step | {"SLURM_NODEID": "0"}) == Machines(2, 0, "n03")
+    assert machines(32, step) == Machines(4, 3, "n03")
+    assert machines(16, step | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "n05,m1", "SLURM_NODEID": "1"}) == Machines(2, 1, "n05")
+    assert machines(8, step | {"SLURM_GPUS_ON_NODE": ""}) == Machines(4, 3, "n03"), "without GPUs a step is a replica"
+    with pytest.raises(BadInput, match="a replica of 24 ranks needs 3 machines, and Slurm's step has 4"):
+        machines(24, step)
+    for nodes, hosts in {"n[03-05,9],m1": "n03 n04 n05 n9 m1", "a,b": "a b", "gpu-7": "gpu-7", "x[1]-ib,y": "x1-ib y", "q[098-101]": "q098 q099 q100 q101"}.items():
+        assert slurm_hosts(nodes) == hosts.split()
 
 
 def test_devices_are_shared_within_what_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +299,14 @@ def test_devices_are_shared_within_what_is_visible(monkeypatch: pytest.MonkeyPat
     assert share_devices(two, {"CUDA_VISIBLE_DEVICES": "7,5,GPU-a,1"}) == ["7,5", "GPU-a,1"]
     with pytest.raises(ConfigError, match="2 replicas of 2 ranks need 4 devices, 3 are visible"):
         share_devices(two, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+
+
+def test_all_replicas_on_one_of_several_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    with pytest.raises(BadInput, match="says that this is one of 2"):
+        up(conf(layout={"replicas": 2, "tp": 2}), [], print)
 
 
 def test_what_dies_soon_is_started_later_each_time(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from everstep.errors import BadInput, DeadlineExceeded, InvariantViolated
+from everstep.errors import BadInput, DeadlineExceeded, InvariantViolated, NonFinite
 from everstep.recovery.commitlog import CommitLog, read
 from everstep.recovery.coordinator import MAX_LINK_FAILURES, MAX_MISMATCHES, Coordinator, Mode, State
 from everstep.recovery.view import Epoch, Kind, Member, Outcome, Record, Vote, assign
@@ -123,8 +123,55 @@ def test_a_non_finite_total_is_computed_once_more_and_then_skipped_with_its_samp
 def test_a_transient_non_finite_total_costs_one_attempt():
     c = opened(1)
     (w,) = workers(c)
-    c.vote(vote(w, c, finite=False))
+    c.vote(vote(w, c, finite=False, spoiled=(1,)))
     assert commit_step(c).outcome is Outcome.APPLY
+    assert [(f.verdict, f.slots, f.ranks, f.samples) for f in c.take_findings()] == [(v, (1,), ("0/0",), ("s1",)) for v in ("again", "transient")]
+
+
+def test_what_was_not_finite_is_computed_by_another_replica_and_who_is_to_blame_is_told():
+    c = opened(3, ranks=2)
+    share = lambda: {m.replica: c.view.deal.share(m, 3) for m in c.view.members}
+    assert share() == {0: (0,), 1: (1,), 2: (2,)}
+    for w in workers(c):
+        records = c.vote(vote(w, c, finite=False, spoiled=(1,) if w == "1.0.1" else ()))
+    assert "slots [1] (samples s1), computed by ranks 1/1" in records[0].cause
+    assert share() == {0: (1,), 1: (2,), 2: (0,)}
+    for w in workers(c):
+        records = c.vote(vote(w, c, finite=False, spoiled=(1,) if w == "0.0.0" else ()))
+    assert records[0].outcome is Outcome.SKIP
+    assert [(f.verdict, f.ranks) for f in c.take_findings()] == [("again", ("1/1",)), ("data", ("0/0",))]
+    c.begin(2, (("s2",), ("s3",), ("s4",)))
+    assert share() == {0: (0,), 1: (1,), 2: (2,)}  # as usual again
+
+
+def test_a_step_that_is_not_finite_twice_stops_the_run_if_that_is_asked_for():
+    c = Coordinator(1, stop_at_non_finite=True)
+    c.open([member(0)])
+    c.begin(1, (("s0",), ("s1",)))
+    c.vote(vote("0.0.0", c, finite=False, spoiled=(0,)))
+    with pytest.raises(NonFinite, match=r"step 1: .* for the second time: slots \[0\] \(samples s0\), computed by ranks 0/0"):
+        c.vote(vote("0.0.0", c, finite=False, spoiled=(0,)))
+    assert c.committed == 0 and [f.verdict for f in c.take_findings()] == ["again", "unclear"]
+
+
+def test_a_slot_that_killed_its_replica_before_a_rollback_is_known_after_it():
+    c = Coordinator(1, quarantine_after=2)
+    c.open([member(0)])
+    for build in range(2):
+        for step in (1, 2):
+            c.begin(step, (("s0",), ("s1",))) if step > c.committed else None
+            if step == 1:
+                commit_step(c)
+        assert c.view.quarantined == ()
+        c.death(f"0.{build}.0", "poison", computing=(1,))
+        assert c.state is State.LOST
+        c.rollback(0, [member(0, build=build + 1)], "copy", {})
+    assert c.view.quarantined == ()  # of step 1
+    c.begin(1, (("s0",), ("s1",)))
+    assert commit_step(c).view.quarantined == (1,)  # of step 2
+    c.begin(2, (("s2",), ("s3",)))
+    records = c.vote(vote("0.2.0", c, slots=(0,)))
+    assert records[0].samples == ("s2",) and records[0].dropped == ("s3",) and records[0].view.quarantined == ()
 
 
 def test_a_joiner_enters_with_a_commit_once_every_rank_acknowledged_its_link():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,10 @@ from tests.support.runs import SFT, config, finish, gone
 from tests.test_exact import BASE, SHAPES, STEP, STEPS, by_position, undisturbed
 from tests.test_faults import assert_invariants
 
-from everstep.checkpoint import memory
+from everstep.checkpoint import flushed, memory, shelf
+from everstep.checkpoint.memory import Keeper, Stamp
+from everstep.checkpoint.shelf import Shelf, ShelfError
+from everstep.cluster.copies import choose_buddies
 from everstep.cluster.forked import ForkedHost
 from everstep.config.check import check_plan
 from everstep.errors import BadInput, ConfigError, InvariantViolated, NotEnoughReplicas
@@ -38,14 +43,18 @@ def state(value: float) -> dict[str, torch.Tensor]:
 def restored(folder: Path, version: int) -> tuple[dict, dict]:
     scalars: dict = {}
     mine = state(-1.0)
-    memory.restore(folder, 0, version, SimpleNamespace(load_scalars=scalars.update, tensors=lambda: mine))
+    memory.restore(folder, 0, Stamp(version, (1, 1)), SimpleNamespace(load_scalars=scalars.update, tensors=lambda: mine))
     return mine, scalars
+
+
+def offers(folder: Path, rank: int) -> list[int]:
+    return sorted(stamp.version for of, stamp in memory.whole_copies(folder).values() if of == rank)
 
 
 def kept(folder: Path, *versions: int) -> memory.Keeper:
     keeper = memory.Keeper(folder, 0, 0)
     for version in versions:
-        keeper.copy(version, state(float(version)), {"step": version})
+        keeper.copy(Stamp(version, (1, 1)), state(float(version)), {"step": version})
     keeper.settle()
     return keeper
 
@@ -54,23 +63,23 @@ def test_the_last_two_copies_are_there_for_whoever_comes(folder, tmp_path):
     log = EventLog(tmp_path / "w0.jsonl", "w0")
     keeper = memory.Keeper(folder, 0, 0, log)
     for version in (0, 4, 8):
-        keeper.copy(version, state(float(version)), {"step": version})
+        keeper.copy(Stamp(version, (1, 1)), state(float(version)), {"step": version})
     keeper.settle()
-    assert memory.offers(folder, 0) == [4, 8] and memory.offers(folder, 1) == []
+    assert offers(folder, 0) == [4, 8] and offers(folder, 1) == []
     for version in (4, 8):
         tensors, scalars = restored(folder, version)
         assert all(torch.equal(tensors[n], t) for n, t in state(float(version)).items()) and scalars == {"step": version}
     told = read_events(tmp_path)
     assert [e.step for e in told] == [0, 4, 8] and all(e["copy_bytes"] > 1_332_000 and e["seconds"] > 0 for e in told)
     kept(folder, 12)  # another process in the same place: the newest copy stays
-    assert memory.offers(folder, 0) == [8, 12]
+    assert offers(folder, 0) == [8, 12]
 
 
 def die_while_copying(rank: int, folder: Path, done: int) -> None:
     """SIGKILL once ``done`` bytes of the data have been written: in the middle of a tensor."""
     keeper = kept(folder, 4, 8)
     torch.frombuffer, real = lambda memory, **how: Dying(real(memory, **how), done), torch.frombuffer
-    keeper.copy(12, state(12.0), {"step": 12})
+    keeper.copy(Stamp(12, (1, 1)), state(12.0), {"step": 12})
 
 
 class Dying:
@@ -87,14 +96,14 @@ class Dying:
 def die_while_sealing(rank: int, folder: Path) -> None:
     keeper = kept(folder, 4, 8)
     memory.xxhash.xxh3_64_intdigest = lambda data: os.kill(os.getpid(), signal.SIGKILL)
-    keeper.copy(12, state(12.0), {"step": 12})
+    keeper.copy(Stamp(12, (1, 1)), state(12.0), {"step": 12})
     keeper.settle()
 
 
 @pytest.mark.parametrize("how", [(die_while_copying, 0), (die_while_copying, 700_001), (die_while_copying, 1_332_003), (die_while_sealing,)])
 def test_a_copy_that_a_kill_cut_short_is_none(how, folder):
     run_ranks(how[0], 1, folder, *how[1:], join=False, may_die=(0,))
-    assert memory.offers(folder, 0) == [8]
+    assert offers(folder, 0) == [8]
     tensors, _ = restored(folder, 8)
     assert all(torch.equal(tensors[n], t) for n, t in state(8.0).items())
 
@@ -103,13 +112,13 @@ def test_a_flipped_bit_or_a_cut_file_or_another_layout_is_no_copy_of_mine(folder
     kept(folder, 4, 8)
     with open(folder / "0-0.0.copy", "r+b") as file, mmap.mmap(file.fileno(), 0) as data:
         data[len(data) // 2] ^= 1
-    assert memory.offers(folder, 0) == [8]
+    assert offers(folder, 0) == [8]
     with pytest.raises(BadInput, match="no whole copy of step 4 of rank 0"):
         restored(folder, 4)
     with pytest.raises(InvariantViolated, match="does not fit my state"):
-        memory.restore(folder, 0, 8, SimpleNamespace(load_scalars=lambda scalars: None, tensors=lambda: {"a": torch.zeros(3)}))
+        memory.restore(folder, 0, Stamp(8, (1, 1)), SimpleNamespace(load_scalars=lambda scalars: None, tensors=lambda: {"a": torch.zeros(3)}))
     os.truncate(folder / "0-0.1.copy", 1000)
-    assert memory.offers(folder, 0) == []
+    assert offers(folder, 0) == []
 
 
 def test_what_cannot_work_is_refused(tmp_path):
@@ -171,6 +180,144 @@ def test_with_nothing_to_go_back_to_it_says_so(model, tmp_path):
     with pytest.raises(NotEnoughReplicas, match="no copy in memory was left of every rank, and there is no checkpoint"):
         finish(config(SFT, tmp_path / "run", *BASE, f"model.path={model}", "layout.replicas=1", "layout.spares=1", "checkpoint.every_steps=20",
                       f"faults=[{fault('compute', 0)}]"), host=ForkedHost)
+
+
+# -- more than one node ---------------------------------------------------------------------------------------------------------------
+
+
+def test_buddies_are_on_other_nodes_spread_evenly_and_rather_spares():
+    nodes = {"w0": "A", "w1": "A", "w2": "B", "w3": "B", "w4": "C"}
+    assert choose_buddies(["w0", "w1", "w2", "w3"], ["w4"], nodes) == {"w0": "w4", "w1": "w2", "w2": "w0", "w3": "w1"}
+    assert choose_buddies(["w0", "w1"], [], nodes) == {}
+
+
+def test_a_step_that_was_rolled_back_does_not_stand():
+    before, after, older = Stamp(9, (1, 4)), Stamp(9, (1, 6)), Stamp(3, (1, 1))
+    assert [s.stands([((1, 5), 6)]) for s in (before, after, older)] == [False, True, True]
+
+
+@pytest.fixture
+def shelves(folder):
+    return [Shelf(folder / node, "127.0.0.1", 5.0) for node in "AB"]
+
+
+def test_a_copy_goes_to_another_node_and_comes_back_whole(folder, shelves):
+    there = Keeper(folder / "A", 0, 0, send=lambda copy: shelf.put(shelves[1].address, copy, 0, 0, 5.0) or "w1")
+    for version in (3, 6, 9):
+        there.copy(Stamp(version, (1, 1)), state(float(version)), {"step": version})
+    there.settle()
+    assert shelf.copies_at(shelves[1].address, 5.0) == [(0, Stamp(6, (1, 1))), (0, Stamp(9, (1, 1)))]
+    memory.remove(folder / "A")  # the node is lost
+    assert shelf.copies_at(shelves[0].address, 5.0) == []
+    shelf.get(shelves[1].address, 0, Stamp(6, (1, 1)), folder / "C", 0, 5.0)
+    tensors, scalars = restored(folder / "C", 6)
+    assert scalars == {"step": 6} and all(torch.equal(tensors[n], t) for n, t in state(6.0).items())
+    with pytest.raises(ShelfError, match="no copy of step 3"):
+        shelf.get(shelves[1].address, 0, Stamp(3, (1, 1)), folder / "C", 0, 5.0)
+    host, port, _ = shelves[1].address
+    with pytest.raises(ShelfError):
+        shelf.copies_at((host, port, "guessed"), 5.0)
+
+
+def die_while_sending(rank: int, address: shelf.Address, folder: Path) -> None:
+    shelf._PIECE_BYTES = 100_000
+    sent: list[int] = []
+    receive = socket.socket.sendall
+
+    def sendall(self, data):
+        sent.append(len(data))
+        if len(sent) > 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return receive(self, data)
+
+    copy = memory.Copy(folder / "mine.copy", 1_000_000)
+    copy.seal(Stamp(12, (1, 1)), 10)
+    socket.socket.sendall = sendall  # type: ignore[method-assign]
+    shelf.put(address, copy, 0, 0, 5.0)
+
+
+def test_a_copy_whose_sender_dies_in_the_middle_is_none_and_the_one_before_stays(folder, shelves):
+    kept(folder / "B", 4, 8)
+    run_ranks(die_while_sending, 1, shelves[1].address, folder, join=False, may_die=(0,))
+    end = time.monotonic() + 5
+    while memory.version_of(folder / "B" / "0-0.0.copy") == 4 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert offers(folder / "B", 0) == [8]
+
+
+def nodes(**of: str):
+    """A host whose workers are on these nodes; with a node that is lost, its memory goes once its process is known to be dead."""
+    lost = of.pop("lost", "")
+
+    class Nodes(ForkedHost):
+        def __init__(self, conf):
+            super().__init__(conf, node_of=lambda worker: of.get(worker, "A"))
+            self._copies = memory.folder_of(conf.run_dir, 1)
+
+        def end(self, worker):
+            super().end(worker)
+            if of.get(worker) == lost:
+                memory.remove(self._copies / lost)
+
+    return Nodes
+
+
+@pytest.mark.parametrize(("lost", "spare"), [("B", "w2"), pytest.param("", "w3", marks=pytest.mark.full)])
+def test_a_lost_node_takes_no_copy_along_and_a_spare_of_the_dead_ones_node_is_preferred(lost, spare, model, tmp_path):
+    """Ranks 0 and 1 on A and B, spares on C and (if it lives) B."""
+    where = {"w0": "A", "w1": "B", "w2": "C", "w3": "B"}
+    run = finish(config(SFT, tmp_path / "run", *BASE, *SHAPES["tp2"], f"model.path={model}", "layout.replicas=1", f"layout.spares={1 if lost else 2}",
+                        "recovery.memory_checkpoint_every=3", f"faults=[{fault('compute', 1)}]"), host=nodes(**where, lost=lost))
+    assert_invariants(run, steps=STEPS)
+    assert [r.step for r in run.kind("rollback")] == [3] and "the copy in memory" in run.kind("rollback")[0]["cause"]
+    assert [u["spare"] for u in run.kind("spare_used")] == [spare]
+    fetched = {e.who: e["fetched_from"] for e in run.kind("load")}
+    assert fetched == {"w0": "", spare: "127.0.0.1" if lost else ""}
+    sent = {(e.who, e["buddy"]) for e in run.kind("memory_copy") if e.step}
+    assert all(buddy and where[who] != where[buddy] for who, buddy in sent if who in ("w0", "w1"))
+    assert by_position(run, 1) == undisturbed(model, "tp2")
+    assert gone(run.pids) and not memory.folder_of(tmp_path / "run", 1).exists()
+
+
+@pytest.mark.full
+def test_all_ranks_and_their_node_are_lost_and_spares_of_another_go_on(model, tmp_path):
+    where = {"w0": "A", "w1": "A", "w2": "B", "w3": "B"}
+    run = finish(config(SFT, tmp_path / "run", *BASE, *SHAPES["pp2"], f"model.path={model}", "layout.replicas=1", "layout.spares=2",
+                        "recovery.memory_checkpoint_every=3", f"faults=[{fault('compute', 0)}, {fault('compute', 1)}]"), host=nodes(**where, lost="A"))
+    assert_invariants(run, steps=STEPS)
+    assert [r.step for r in run.kind("rollback")] == [3] and "the copy in memory" in run.kind("rollback")[0]["cause"]
+    assert by_position(run, 1) == undisturbed(model, "pp2")
+
+
+# -- copies that nobody in the run can go back to go to the disk -----------------------------------------------------------------------
+
+
+def test_a_run_that_nobody_can_continue_leaves_its_copies_on_the_disk(model, tmp_path):
+    same = [*BASE, f"model.path={model}", "layout.replicas=1", "layout.spares=0", "recovery.memory_checkpoint_every=3"]
+    with pytest.raises(NotEnoughReplicas):
+        finish(config(SFT, tmp_path / "run", *same, f"faults=[{fault('compute', 0)}]"), host=ForkedHost)
+    assert not memory.folder_of(tmp_path / "run", 1).exists()
+    assert flushed.is_flushed(flushed.folder_of(tmp_path / "run", 1))
+    run = finish(config(SFT, tmp_path / "run", *same, "resume=must", "faults=[]"), host=ForkedHost)
+    assert [e.step for e in run.kind("load")] == [3] and [e.step for e in run.kind("run_start")] == [0, 3]
+    assert by_position(run, 1) == undisturbed(model, "")
+    assert not (tmp_path / "run" / "copies").exists(), "the run is done"
+
+
+@pytest.mark.full
+def test_copies_of_another_layout_or_damaged_ones_are_passed_over(model, tmp_path):
+    same = [*BASE, f"model.path={model}", "layout.replicas=1", "layout.spares=0", "recovery.memory_checkpoint_every=3"]
+    with pytest.raises(NotEnoughReplicas):
+        finish(config(SFT, tmp_path / "run", *same, f"faults=[{fault('compute', 0)}]"), host=ForkedHost)
+    with pytest.raises(BadInput, match="by the same layout only"):
+        finish(config(SFT, tmp_path / "run", *same, *SHAPES["tp2"], "layout.replicas=1", "resume=must"), host=ForkedHost)
+    (newest, *_) = sorted(flushed.folder_of(tmp_path / "run", 1).glob("0-0.3-*.copy"))
+    data = bytearray(newest.read_bytes())
+    data[-1] ^= 1
+    newest.write_bytes(data)
+    run = finish(config(SFT, tmp_path / "run", *same, "resume=must", "faults=[]"), host=ForkedHost)
+    assert [e.step for e in run.kind("load")] == [0]
+    assert by_position(run, 1) == undisturbed(model, "")
 
 
 def test_copies_that_nobody_would_go_back_to_are_refused(tmp_path):

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support.paths import ways
 from tests.support.runs import SFT, Finished, config, finish, gone
 from tests.support.strikes import Strike, Strikes
 from tests.test_exact import BASE, SHAPES, by_position, path_of, undisturbed
@@ -52,6 +53,7 @@ class Case:
     shape: str = ""
     more: tuple[str, ...] = ()
     prepare: Callable[[], None] | None = None
+    ways: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -134,6 +136,8 @@ def prove(case: Case, model: Path, folder: Path, through_ray: bool = False) -> F
     bound = STALL_S + 2.0 * any("silence_s" in more for more in case.more)
     stalls = [r.stall_s for r in recoveries(run.events) if r.stall_s is not None]
     assert not stalls or max(stalls) < bound, stalls
+    taken = ways(run)
+    assert not case.ways or taken == case.ways
     assert gone(run.pids)
     return run
 

@@ -165,3 +165,18 @@ def test_the_installer_decides_by_what_is_there(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(install, "pip", pip)
     install.install_torch()  # the torch of this environment is kept
     assert asked == [] and install._installed("torch", (2, 7)) and not install._installed("torch", (99,))
+
+
+def test_uv_lock_is_of_this_project_and_of_public_registries() -> None:
+    """What `uv lock` would change: the lock's record of our requirements; and no host that others could not reach, no CUDA build of torch."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (ROOT / "uv.lock").read_text()
+    lock = tomllib.loads(text)
+    assert set(re.findall(r"https?://([^/\"]+)", text)) == {"pypi.org", "files.pythonhosted.org"}
+    packages = {package["name"]: package for package in lock["package"]}
+    wanted = set(project["dependencies"]).union(*project["optional-dependencies"].values())
+    normal = {re.split(r"[\[<>=!~; ]", line, maxsplit=1)[0].lower().replace("_", "-") for line in wanted}
+    locked = {entry["name"] for entry in packages["everstep"]["metadata"]["requires-dist"]}
+    assert normal == locked, "run `uv lock`"
+    of_torch = [edge for package in lock["package"] for edge in package.get("dependencies", []) if edge["name"] == "torch"]
+    assert of_torch and all(edge.get("marker") in ("sys_platform == 'never'", "python_version < '0'") for edge in of_torch), "uv would install a build of torch"

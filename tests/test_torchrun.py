@@ -279,7 +279,7 @@ def test_bad_input_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyP
         port = holder.getsockname()[1]
         with pytest.raises(BadInput, match=rf"local\.port={port} is in use"):
             torchrun.launch(config_of(local={"port": port}), ["worker.py"])
-    torchrun.check_port_free(port)
+    torchrun.check_port_free(port, "local.port")
     with pytest.raises(ConfigError, match=r"not layout\.replicas=2 layout\.spares=0"):
         torchrun.launch(config_of(layout={"replicas": 2}), ["worker.py"])
     with pytest.raises(ConfigError, match=r"env\.RANK"):

@@ -7,16 +7,19 @@ are in test_exact.py.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from tests.support.launchers import WITHOUT_RAY, Up
+from tests.support.launchers import WITHOUT_RAY, Up, committed
 from tests.support.replicas import free_ports
 from tests.support.runs import QUIET, ROOT, SFT, Finished, command
 from tests.test_lighthouse import BASE, calm, check  # noqa: F401
@@ -33,7 +36,7 @@ ARGUMENTS = [*QUIET, *BASE, *WITHOUT_RAY, "layout.replicas=2", "telemetry.progre
 def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
     """Starts at most one; nothing of it is left afterwards."""
     with contextlib.ExitStack() as started:
-        yield lambda *overrides: started.enter_context(Up(tmp_path, SFT, *ARGUMENTS, *overrides))
+        yield lambda *overrides, **env: started.enter_context(Up(tmp_path, SFT, *ARGUMENTS, *overrides, **env))
 
 
 @pytest.mark.full
@@ -61,12 +64,32 @@ def test_a_whole_replica_is_killed(up, calm) -> None:  # noqa: F811
 
 @pytest.mark.full
 def test_the_lighthouse_is_killed(up, calm) -> None:  # noqa: F811
-    run = up("sft.steps=60")
+    run = up("sft.steps=60", RUST_LOGS="info", RUST_LOG="")
     run.wait_for_commit(4)
     run.below("everstep lighthouse")[0].kill()
     finished = run.finished()
     check(finished, calm(SFT, "sft.steps=60"), 2)
     assert "lighthouse was started anew" in run.err and not finished.kind("death")
+    assert "torchft::lighthouse" in (finished.folder / "logs" / "latest" / "lighthouse.log").read_text(), "RUST_LOGS reaches torchft"
+
+
+@pytest.mark.full
+def test_managers_listen_where_they_are_told(up) -> None:
+    port = free_ports()
+    run = up("sft.steps=60", TORCHFT_MANAGER_PORT=str(port))
+    run.wait_for_commit(2)
+    for replica in range(2):
+        socket.create_connection(("127.0.0.1", port + replica), timeout=10.0).close()
+    run.finished()
+
+
+@pytest.mark.full
+def test_nothing_is_left_when_the_command_itself_is_killed(up) -> None:
+    run = up("sft.steps=5000")
+    run.wait_for_commit(3)
+    pids = {p.pid for p in psutil.Process(run.process.pid).children(recursive=True)}
+    run.process.kill()
+    assert len(pids) >= 7 and not still_running(pids, 60.0)  # a lighthouse; for each replica a command, an agent and a rank
 
 
 @pytest.mark.full
@@ -102,31 +125,62 @@ def by_slurms_names(machine: int) -> dict[str, str]:
     return {"SLURM_NNODES": "2", "SLURM_NODEID": str(machine), "SLURM_JOB_NODELIST": "localhost,another"}
 
 
+@pytest.fixture
+def by_hand() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts ``everstep`` commands, of which nothing is left afterwards."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str, module: str = "everstep", **env: str) -> subprocess.Popen[str]:
+        started.append(command(arguments, module, **env))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.terminate()
+    for process in started:
+        process.communicate(timeout=60)
+
+
+def end_well(*processes: subprocess.Popen[str]) -> None:
+    for process in processes:
+        out, err = process.communicate(timeout=200)
+        assert process.returncode == 0, out + err
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("names", [by_torchruns_names, by_slurms_names])
-def test_a_replica_over_two_machines(tmp_path: Path, calm, names: Callable[[int], dict[str, str]]) -> None:  # noqa: F811
+def test_a_replica_over_two_machines(tmp_path: Path, calm, by_hand, names: Callable[[int], dict[str, str]]) -> None:  # noqa: F811
     """Two torchruns for each replica, which find each other by variables; one rank of one of them dies."""
     port, masters = free_ports(), [free_ports() + 100 * (i + 1) for i in range(2)]
     steps = "sft.steps=500"
-    processes = [command(["lighthouse", "--port", str(port), "--min_replicas", "2"])]
-    try:
-        for replica in range(2):
-            for machine in range(2):
-                env = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}", "REPLICA_GROUP_ID": str(replica), "MASTER_PORT": str(masters[replica])}
-                processes.append(command(
-                    ["train", SFT, *ARGUMENTS, f"run_dir={tmp_path}/run", "layout.tp=2", "engine.sequence_parallel=true", steps,
-                     "faults=[{step: 3, phase: compute, kind: kill, replica: 1, rank: 1}]"], **env, **names(machine),
-                ))
-        for process in processes[1:]:
-            out, err = process.communicate(timeout=200)
-            assert process.returncode == 0, out + err
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.communicate(timeout=60)
+    by_hand("lighthouse", "--port", str(port), "--min_replicas", "2")
+    end_well(*(
+        by_hand("train", SFT, *ARGUMENTS, f"run_dir={tmp_path}/run", "layout.tp=2", "engine.sequence_parallel=true", steps,
+                "faults=[{step: 3, phase: compute, kind: kill, replica: 1, rank: 1}]", TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{port}",
+                REPLICA_GROUP_ID=str(replica), MASTER_PORT=str(masters[replica]), **names(machine))
+        for replica in range(2) for machine in range(2)
+    ))  # fmt: skip
     run = Finished(tmp_path / "run", read_events(tmp_path / "run" / "events"))
     check(run, calm(SFT, steps, "layout.tp=2", "engine.sequence_parallel=true"), 2)
+
+
+@pytest.mark.full
+def test_a_replica_that_comes_late_is_waited_for_by_nobody(tmp_path: Path, calm, by_hand) -> None:  # noqa: F811
+    """The first one is started by ``everstep train``, the late one by torchrun itself."""
+    port, steps = free_ports(), "sft.steps=500"
+    by_hand("lighthouse", "--bind", f"127.0.0.1:{port}", "--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "60000")
+    train = ["train", SFT, *ARGUMENTS, f"run_dir={tmp_path}/run", steps, "replica.count=2", f"lighthouse.address=http://127.0.0.1:{port}"]
+    first = by_hand(*train, "replica.id=0")
+    while committed(tmp_path / "run") < 5:
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.1)
+    torchrun = ["--standalone", "--nproc_per_node", "1", "--max_restarts", "3", "-m", "everstep"]
+    end_well(first, by_hand(*torchrun, *train, "replica.id=1", module="torch.distributed.run"))
+    run = Finished(tmp_path / "run", read_events(tmp_path / "run" / "events"))
+    check(run, calm(SFT, steps), 2)
+    assert [e["replica"] for e in run.kind("join")] == [1]
+    times = sorted(e.t_wall for e in run.kind("commit"))
+    assert max(b - a for a, b in itertools.pairwise(times)) < 10, "the join timeout was waited for"
 
 
 def on_the_page() -> list[str]:

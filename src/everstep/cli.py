@@ -37,9 +37,8 @@ class _Commands(typer.core.TyperGroup):
 app = typer.Typer(
     name="everstep",
     cls=_Commands,
-    help="Post-training of language models that survives the death of any process.",
-    epilog="KEY=VALUE overrides (or --KEY VALUE) follow CONFIG. Exit codes: 0 done, "
-    "2 bad input, 3 resumable, 4 invariant violated, 130 interrupted.",
+    help="\b\nPost-training of language models that survives the death of any process.\n"
+    "Exit: 0 done, 2 bad input, 3 resumable, 4 invariant violated, 130 interrupted.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -106,7 +105,7 @@ def up(
 
 @app.command()
 def lighthouse(
-    bind: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    bind: Annotated[str, typer.Option(help="Address to listen on; torchft's ADDRESS:PORT also.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Of torchft's server; the two after it are ours.")] = 29510,
     min_replicas: Annotated[int, typer.Option("--min-replicas", "--min_replicas", help="That a run waits for to begin.")] = 1,
     quorum_tick_ms: Annotated[int, typer.Option("--quorum-tick-ms", "--quorum_tick_ms", help="Between looks at the quorum, ms.")] = 100,
@@ -129,6 +128,9 @@ def lighthouse(
 
     from everstep.cluster.lighthouse import serve
 
+    host, _, digits = bind.rpartition(":")
+    if host and digits.isdecimal():
+        bind, port = host, int(digits)
     until = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: until.set())

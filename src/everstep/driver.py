@@ -16,11 +16,13 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from everstep import attempt
-from everstep.checkpoint.choose import Chosen, choose
+from everstep.checkpoint import flushed
+from everstep.checkpoint.choose import Chosen
 from everstep.checkpoint.manifest import pointed_at, step_of
 from everstep.cluster import environment, torchrun
 from everstep.cluster.group import Group
@@ -154,6 +156,8 @@ def _run(
             console.note(f"dashboard: {watching.dashboard}")
         on_record = _follow(console, run_dir, config.layout.replicas, ongoing) if console else None
         group = _start_group(config, launcher, run_dir, events, on_record, entry, host, attach)
+        if config.checkpoint.on_interrupt:
+            interrupts.defer = group.interrupt
         if group.is_lead and config.replica.id is None:  # else the lighthouse does
             watching.follow(run_dir, group.status)
         track: Callable[[int], Metrics] = lambda step: Metrics(
@@ -174,6 +178,7 @@ def _run(
                 RECIPES[config.recipe](the_run)
                 the_run.finish_saves()
                 digest = group.verify()
+                the_run.when_done()
                 break
             except RolledBack as back:  # the recipe goes on from the state that it had at that step, as a resumed run would
                 the_run.note(str(back))
@@ -184,11 +189,15 @@ def _run(
             if events:
                 events.emit("run_end", status=status)
             _conclude(console, the_run, run_dir, digest)
+            flushed.sweep(run_dir.path, None)
         return 0
     except KeyboardInterrupt as interrupt:
         interrupts.ignored = True
         status = "interrupted"
-        raise Interrupted(f"interrupted by {str(interrupt) or 'a signal'}; the processes were stopped" + _how_to_resume(config)) from None
+        saved = _save_interrupted(config, group, the_run)
+        if group and not saved:
+            group.flush_copies()
+        raise Interrupted(f"interrupted by {str(interrupt) or 'a signal'}; {f'saved {saved}' if saved else 'the processes were stopped'}" + _how_to_resume(config)) from None
     except BelowMinimum as error:
         saved = the_run.save_now() if the_run else None
         message = f"{error}; saved {saved}" if saved else f"{error}{_how_to_resume(config)}"
@@ -198,6 +207,8 @@ def _run(
     except EverstepError as error:
         if own_events:
             own_events.emit("error", error=type(error).__name__, message=str(error))
+        if group:
+            group.flush_copies()
         raise
     finally:
         interrupts.ignored = True
@@ -364,8 +375,19 @@ def _conclude(console: Console, the_run: Run, run_dir: RunDir, digest: str) -> N
         raise InvariantViolated(f"{run_dir.events}: a step or a sample was lost or used twice (see the table)")
 
 
+def _save_interrupted(config: Config, group: Group | None, the_run: Run | None) -> Path | None:
+    """With checkpoint.on_interrupt: a checkpoint of the last committed step, unless there is one; where it is."""
+    if not config.checkpoint.on_interrupt or group is None or the_run is None:
+        return None
+    try:
+        return group.save_interrupted(the_run.saved_step)
+    except EverstepError as error:  # the run ends all the same, and says from where it goes on
+        the_run.note(f"no checkpoint was saved: {error}")
+        return None
+
+
 def _how_to_resume(config: Config) -> str:
-    newest = choose(checkpoints_of(config), "auto")
+    newest = attempt.chosen(config.model_copy(update={"resume": "auto"}))
     return f"; continue after step {newest.step} with resume=auto" if newest.path else "; no checkpoint was complete"
 
 
@@ -376,9 +398,13 @@ def _quiet_libraries() -> None:
 
 
 class _Interrupts:
-    """SIGINT and SIGTERM interrupt the main thread, so that everything is shut down in order; during that they are ignored."""
+    """SIGINT and SIGTERM interrupt the main thread, so that everything is shut down in order; during that they are ignored.
+
+    ``defer(name)``: whether the interrupt comes later by itself, at a better moment.
+    """
 
     ignored = False
+    defer: Callable[[str], bool] = staticmethod(lambda name: False)
 
     def __enter__(self) -> _Interrupts:
         self._old = {n: signal.signal(n, self._raise) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -390,5 +416,6 @@ class _Interrupts:
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         # No Exception: code between here and the driver that handles its own errors must not swallow it.
-        if not self.ignored:
-            raise KeyboardInterrupt(signal.Signals(number).name)
+        name = signal.Signals(number).name
+        if not self.ignored and not self.defer(name):
+            raise KeyboardInterrupt(name)

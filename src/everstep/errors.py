@@ -86,6 +86,10 @@ class WorkerFailed(EverstepError):
     """User code or the engine raised inside a worker while every process was alive (not a fault to recover from)."""
 
 
+class NonFinite(EverstepError):
+    """A loss or gradient that is not finite, twice, and recovery.non_finite=stop."""
+
+
 class InvariantViolated(EverstepError):
     """Something that must always hold did not (for example replicas with unequal weights)."""
 

@@ -23,6 +23,7 @@ from everstep.errors import BadInput
 OWN_ENTRIES = (
     "configs",
     "checkpoints",
+    "copies",
     "commits.log",
     "controller.json",
     "control.json",
@@ -37,6 +38,7 @@ OWN_ENTRIES = (
     "metrics.jsonl",
     "status.json",
     "diagnosis",
+    "iterations",
 )
 _ATTEMPT = re.compile(r"attempt-(\d+)")
 

@@ -42,12 +42,18 @@ def trained(launcher: str, file: str, folder: Path, *overrides: str, prepare: Ca
     return finish(config(file, folder / "run", *overrides), host=host)
 
 
+def committed(folder: Path) -> int:
+    """The last step that a run in ``folder`` has committed so far."""
+    events = read_events(folder / "events") if (folder / "events").is_dir() else []
+    return max((e.step for e in events if e.event == "commit"), default=0)
+
+
 class Up:
     """``everstep up`` and the processes below it. Use as a context manager; nothing outlives it."""
 
-    def __init__(self, folder: Path, file: str, *overrides: str):
+    def __init__(self, folder: Path, file: str, *overrides: str, **env: str):
         self.folder = folder / "run"
-        self.process = command(["up", file, *QUIET, f"run_dir={self.folder}", *overrides, *WITHOUT_RAY])
+        self.process = command(["up", file, *QUIET, f"run_dir={self.folder}", *overrides, *WITHOUT_RAY], **env)
         self.out, self.err = "", ""
 
     def __enter__(self) -> Up:
@@ -70,13 +76,9 @@ class Up:
                     found.append(process)
         return sorted(found, key=lambda p: p.create_time())
 
-    def committed(self) -> int:
-        events = read_events(self.folder / "events") if (self.folder / "events").is_dir() else []
-        return max((e.step for e in events if e.event == "commit"), default=0)
-
     def wait_for_commit(self, step: int, timeout_s: float = 120.0) -> None:
         end = time.monotonic() + timeout_s
-        while self.committed() < step:
+        while committed(self.folder) < step:
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < end, f"step {step} was not committed in {timeout_s} s"
             time.sleep(0.05)

@@ -64,10 +64,10 @@ def finish(conf: Config, clean: bool = False, host: Callable[[Config], Host] | N
     return Finished(folder, read_events(folder.events if hasattr(folder, "events") else folder / "events"))
 
 
-def command(arguments: Sequence[str], **env: str) -> subprocess.Popen[str]:
-    """``everstep ARGUMENTS`` as a user starts it, in the repository."""
+def command(arguments: Sequence[str], module: str = "everstep", **env: str) -> subprocess.Popen[str]:
+    """``everstep ARGUMENTS`` (or another ``module``) as a user starts it, in the repository."""
     return subprocess.Popen(
-        [sys.executable, "-m", "everstep", *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, "-m", module, *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},
     )
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from everstep.checkpoint import export, manifest, rng
+from everstep.checkpoint import export, flushed, manifest, rng
 from everstep.checkpoint.index import INDEX, Receipt, make_index
 from everstep.checkpoint.storage import (
     CheckpointError,
@@ -357,7 +357,11 @@ def _export(folder: Path, config: Config) -> dict[str, FileEntry]:
 
 
 def read(path: Path) -> SavedRun:
-    """The run's part of a checkpoint."""
+    """The run's part of a checkpoint, or of copies that were flushed."""
+    if flushed.is_flushed(path):
+        kept = flushed.read(path)
+        assert kept.state is not None
+        return SavedRun(kept.step, kept.reference, kept.state)
     state = manifest.read_run_state(path)
     return SavedRun(int(state["step"]), bool(state["reference"]), dict(state["recipe"]))
 
@@ -366,5 +370,7 @@ def restore_rng(path: Path) -> None:
     """Give the random number generators of this process, the lead, the states that they had."""
     import torch
 
+    if flushed.is_flushed(path):
+        return  # what is drawn from them is not repeated after a rollback either
     said = manifest.read_run_state(path)["rng"]
     rng.restore({library: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8) for library, state in said.items()})

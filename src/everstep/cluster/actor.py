@@ -48,8 +48,9 @@ class RankActor:
     """Methods run on the actor's main thread, one at a time; control calls come over the coordinator's channel instead."""
 
     def __init__(self, spec: WorkerSpec):
-        self._worker = make_worker(spec, _abandon)
-        self._info = WorkerInfo(spec.worker_id, os.getpid(), socket.gethostname(), ray.get_runtime_context().get_node_id())
+        node = ray.get_runtime_context().get_node_id()
+        self._worker = make_worker(spec, node, _abandon)
+        self._info = WorkerInfo(spec.worker_id, os.getpid(), socket.gethostname(), node)
 
     def ready(self) -> WorkerInfo:
         return self._info

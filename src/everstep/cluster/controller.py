@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from everstep.checkpoint import memory, saving
+from everstep.checkpoint import saving
 from everstep.checkpoint.saving import RankOf, SavedRun, Saver, WriterLost
 from everstep.checkpoint.storage import CheckpointError
 from everstep.cluster import succession
 from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.copies import Copies
 from everstep.cluster.crew import Crew
 from everstep.cluster.dispatch import get_dispatch, ranks_of
 from everstep.cluster.endpoint import Endpoint
@@ -84,8 +85,10 @@ class Controller(InOnePlace, Verbs):
         self._stage = ""
         self.recipe_state: dict[str, Any] = {}
         self._closed = False
+        self._in_step, self._interrupted = False, ""
         self._went_back: RolledBack | None = None  # not told to the recipe yet
-        self._rollback = Rollback(host, config, lambda worker: worker in self.server.dead)
+        self._copies = Copies(config, run_dir, lambda: host.infos, lambda worker: worker in self.server.dead, lambda: self._crew.spares)
+        self._rollback = Rollback(host, config, self._copies, lambda worker: worker in self.server.dead)
         self.closing = contextlib.ExitStack()
         self._crew = Crew(config, host, events, lambda: self.server, self._spec, self._struck, self._is_engine, self._watch.finish_diagnosis)
         self._endpoint: Endpoint | None = None
@@ -112,7 +115,8 @@ class Controller(InOnePlace, Verbs):
         # Without recovery the first death leaves fewer replicas than the run needs.
         coordinator = Coordinator(
             log.incarnation, 0, recovery.min_replicas if recovery.enabled else self.layout.replicas, Mode(recovery.mode),
-            recovery.standby_links_up_to if recovery.enabled else 0, recovery.quarantine_after,
+            recovery.standby_links_up_to if recovery.enabled else 0, recovery.quarantine_after, recovery.non_finite == "stop",
+            rotates=config.semisync.method == "none",
         )
         token = self._token = secrets.token_hex(16)
         listener = Listener(
@@ -124,6 +128,7 @@ class Controller(InOnePlace, Verbs):
             recovery.heartbeat_s, judge(recovery), judge_every_s(recovery),
         )
         self._store = store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self._copies.open(store)
         connect = lambda: dist.TCPStore(host, store.port, is_master=False, timeout=timedelta(seconds=60))
         self._saver = Saver(self.config, self.layout, self._events, connect, lambda worker: self.server.dead.get(worker))
         if attach:
@@ -207,7 +212,7 @@ class Controller(InOnePlace, Verbs):
         with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails
             if self._server:
                 last_first.callback(rendezvous.withdraw, self._run_dir.path)
-                last_first.callback(memory.remove, memory.folder_of(self._run_dir.path, self._run_dir.attempt))
+                last_first.callback(self._copies.closed)
             last_first.callback(self.closing.close)
             last_first.callback(self._host.close)
             last_first.callback(self._watch.close)
@@ -222,6 +227,7 @@ class Controller(InOnePlace, Verbs):
                 last_first.callback(self._server.close)
             if self._saver:
                 last_first.callback(self._saver.give_up)
+            last_first.callback(self._copies.close)
             self._store = None
 
     # -- verbs ---------------------------------------------------------------------------------------------------------------
@@ -334,6 +340,7 @@ class Controller(InOnePlace, Verbs):
         self.dispatch_bytes, self.dispatch_seconds = self.dispatch_bytes + share.nbytes, self.dispatch_seconds + share.seconds
         self._crew.leaving.at_a_boundary()
         self._prepare_faults(step)
+        self._in_step = True
         self.server.begin(step, sample_ids(slots), about, state)
         if self._injector:
             self._injector.begins(step)
@@ -379,6 +386,9 @@ class Controller(InOnePlace, Verbs):
                 except (ProcessEnded, EverstepError) as error:
                     if not self._is_death(worker, member, error):
                         raise
+        self._in_step = False
+        if self._interrupted:
+            raise KeyboardInterrupt(self._interrupted)
         view = coordinator.view
         finished = {w: r for (w, member), r in reports.items() if view.member(member.replica) == member}
         if not finished:
@@ -437,6 +447,16 @@ class Controller(InOnePlace, Verbs):
         self.server.restart_at(saved.step, saved.recipe_state)
         self.recipe_state = saved.recipe_state
         return saved.recipe_state
+
+    def interrupt(self, name: str) -> bool:
+        again, self._interrupted = bool(self._interrupted), name
+        return self._in_step and not again and self.server.coordinator.state is State.VOTING
+
+    def save_interrupted(self, saved_step: int) -> Path | None:
+        return succession.save_interrupted(self, saved_step)
+
+    def flush_copies(self) -> None:
+        self._copies.flush()
 
     def verify(self) -> str:
         while True:
@@ -517,6 +537,7 @@ class Controller(InOnePlace, Verbs):
 
     def _recorded(self, record: Record) -> None:
         self._rollback.remember(record)
+        self._copies.recorded(record)
         if record.kind is Kind.COMMIT:
             self._crew.served |= record.view.workers
             if self._injector:

@@ -186,5 +186,9 @@ class Crew:
     def was_of_use(self, worker: str) -> bool:
         return worker in self.served or self._injected(worker)
 
+    def node(self, worker: str) -> str:
+        info = self._host.infos.get(worker)
+        return info.node_id if info else ""
+
     def note(self, event: str, **fields: Any) -> None:
         self._events.emit(event, **fields)

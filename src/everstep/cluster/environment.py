@@ -123,37 +123,63 @@ class Machines:
     master_port: int = 0
 
 
-def machines(environ: Mapping[str, str] | None = None) -> Machines:
-    """From PET_NNODES, PET_NODE_RANK and MASTER_ADDR (MASTER_PORT), as torchrun reads them, else from Slurm's variables for a job that is
-    one replica (SLURM_NNODES, SLURM_NODEID; the first of SLURM_JOB_NODELIST is the master unless MASTER_ADDR says otherwise). BadInput."""
+def machines(ranks: int, environ: Mapping[str, str] | None = None) -> Machines:
+    """Of a replica of so many ranks.
+
+    From PET_NNODES, PET_NODE_RANK and MASTER_ADDR (MASTER_PORT), as torchrun reads them; else from Slurm's variables of a step: each replica
+    has as many of its nodes, one after the other, as its ranks need (SLURM_GPUS_ON_NODE; without GPUs the step is one replica), and the
+    first one of these is the master. BadInput.
+    """
     given = os.environ if environ is None else environ
     if "PET_NNODES" in given:
-        names = ("PET_NNODES", "PET_NODE_RANK")
-    elif "SLURM_NNODES" in given and "SLURM_NODEID" in given:
-        names = ("SLURM_NNODES", "SLURM_NODEID")
-    else:
+        count, index = _integer("PET_NNODES", given["PET_NNODES"]), _integer("PET_NODE_RANK", given.get("PET_NODE_RANK", "0"))
+        if count == 1:
+            return Machines()
+        if not 0 <= index < count:
+            raise BadInput(f"PET_NODE_RANK={index} is not below PET_NNODES={count}")
+        if not given.get("MASTER_ADDR"):
+            raise BadInput(f"PET_NNODES={count}: a replica over several machines needs MASTER_ADDR, the address of the one with PET_NODE_RANK=0")
+        return Machines(count, index, given["MASTER_ADDR"], _integer("MASTER_PORT", given.get("MASTER_PORT", "0")))
+    nodes = _integer("SLURM_NNODES", given.get("SLURM_STEP_NUM_NODES") or given.get("SLURM_NNODES") or "1")
+    if nodes == 1 or "SLURM_NODEID" not in given or ranks == 1:
         return Machines()
-    count, index = _integer(names[0], given[names[0]]), _integer(names[1], given.get(names[1], "0"))
+    gpus = _integer("SLURM_GPUS_ON_NODE", given.get("SLURM_GPUS_ON_NODE") or "0")
+    count = -(-ranks // gpus) if gpus else nodes
     if count == 1:
         return Machines()
-    if not 0 <= index < count:
-        raise BadInput(f"{names[1]}={index} is not below {names[0]}={count}")
-    master = given.get("MASTER_ADDR") or (_first_host(given.get("SLURM_JOB_NODELIST", "")) if names[0].startswith("SLURM") else "")
-    if not master:
-        raise BadInput(f"{names[0]}={count}: a replica over several machines needs MASTER_ADDR, the address of the one with {names[1]}=0")
-    return Machines(count, index, master, _integer("MASTER_PORT", given.get("MASTER_PORT", "0")))
+    node = _integer("SLURM_NODEID", given["SLURM_NODEID"])
+    hosts = slurm_hosts(given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST") or "")
+    if nodes % count or len(hosts) != nodes or not 0 <= node < nodes:
+        raise BadInput(
+            f"a replica of {ranks} ranks needs {count} machines, and Slurm's step has {nodes} (SLURM_GPUS_ON_NODE={gpus}, SLURM_NODEID={node}, "
+            f"nodes {', '.join(hosts[:4])}{', ...' * (len(hosts) > 4)}); ask for a multiple of {count}, or say which machines with PET_NNODES"
+        )
+    return Machines(count, node % count, hosts[node - node % count], _integer("MASTER_PORT", given.get("MASTER_PORT", "0")))
 
 
-def _first_host(nodelist: str) -> str:
-    """``n[03-05,9],m1`` -> ``n03``."""
-    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\](.*?))?(?:,|$)", nodelist)
-    return "" if match is None else match[1] + (match[2] or "") + (match[3] or "")
+def slurm_hosts(nodelist: str) -> list[str]:
+    """``n[03-05,9]-ib,m1`` -> ``n03-ib n04-ib n05-ib n9-ib m1``."""
+    hosts = []
+    for prefix, numbers, suffix in re.findall(r"([^,\[]+)(?:\[([^\]]*)\]([^,]*))?", nodelist):
+        for part in numbers.split(",") if numbers else [""]:
+            first, _, last = part.partition("-")
+            hosts += [f"{prefix}{n:0{len(first)}d}{suffix}" for n in range(int(first), int(last or first) + 1)] if first else [prefix]
+    return hosts
 
 
 def lighthouse_address(config: Config, environ: Mapping[str, str] | None = None) -> str:
     """Where the lighthouse is: lighthouse.address, else TORCHFT_LIGHTHOUSE, else torchft's default on this machine."""
     given = os.environ if environ is None else environ
     return config.lighthouse.address or given.get("TORCHFT_LIGHTHOUSE") or "http://127.0.0.1:29510"
+
+
+def manager_port(environ: Mapping[str, str] | None = None) -> int:
+    """Where a replica's torchft manager listens: TORCHFT_MANAGER_PORT; 0, also if it is not set: anywhere. BadInput."""
+    given = os.environ if environ is None else environ
+    port = _integer("TORCHFT_MANAGER_PORT", given.get("TORCHFT_MANAGER_PORT") or "0")
+    if not 0 <= port < 65536:
+        raise BadInput(f"TORCHFT_MANAGER_PORT={port} is not a port number")
+    return port
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:

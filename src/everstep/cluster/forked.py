@@ -79,10 +79,10 @@ class _Child:
 
     @staticmethod
     def fork(
-        spec: WorkerSpec, env: dict[str, str], plug: Plug | None, prepare: Callable[[], None] | None, key: bytes | None
+        spec: WorkerSpec, env: dict[str, str], plug: Plug | None, prepare: Callable[[], None] | None, key: bytes | None, node: str
     ) -> _Child:
         pipe, theirs = mp.Pipe()
-        process = context().Process(target=_serve, args=(spec, env, plug, prepare, theirs, key), name=spec.worker_id, daemon=True)
+        process = context().Process(target=_serve, args=(spec, env, plug, prepare, theirs, key, node), name=spec.worker_id, daemon=True)
         process.start()
         theirs.close()
         return _Child(spec.worker_id, pipe, process.pid, process)
@@ -166,15 +166,19 @@ class ForkedHost:
     """The :class:`everstep.cluster.host.Host` whose workers are processes of this machine.
 
     ``prepare``: an importable function that every worker process calls first. ``namespaces``: each worker has a network namespace of
-    its own and can be cut off for real (:mod:`everstep.cluster.namespaces`); BadInput where that is not permitted. With
+    its own and can be cut off for real (:mod:`everstep.cluster.namespaces`); BadInput where that is not permitted. ``node_of(worker)``: which workers share a node's memory:
+    those of one name, as if each name were a machine. With
     ``recovery.controller_grace_s`` the processes outlive this one for so long, and another host can :meth:`attach` them.
     """
 
-    def __init__(self, config: Config, prepare: Callable[[], None] | None = None, namespaces: bool = False):
+    def __init__(
+        self, config: Config, prepare: Callable[[], None] | None = None, namespaces: bool = False,
+        node_of: Callable[[str], str] = lambda worker: socket.gethostname(),
+    ):
         if config.device == "cuda":
             raise BadInput("device=cuda: processes that are forked cannot use CUDA; use device=cpu")
         self._env = environment.worker_environment(config.model_copy(update={"device": "cpu"}))
-        self._prepare = prepare
+        self._prepare, self._node_of = prepare, node_of
         self._key = secrets.token_bytes(16) if config.recovery.controller_grace_s > 0 else None
         self._bridge = Bridge() if namespaces else None
         self.address = self._bridge.address if self._bridge else "127.0.0.1"
@@ -203,7 +207,7 @@ class ForkedHost:
         for worker, pid in handle["pids"].items():
             with contextlib.suppress(OSError):  # it died with its controller, or before
                 self._children[worker] = child = _Child.reach(worker, pid, self._key)
-                self.infos[worker] = WorkerInfo(worker, child.pid, socket.gethostname(), socket.gethostname())
+                self.infos[worker] = WorkerInfo(worker, child.pid, socket.gethostname(), self._node_of(worker))
 
     def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str] = ()) -> None:
         if socket.gethostname() in avoid:
@@ -222,7 +226,7 @@ class ForkedHost:
             if self._closed:
                 raise WorkerFailed(f"worker {spec.worker_id} was not started: the host is closed")
             plug = self._bridge.plug(spec.worker_id) if self._bridge else None
-            self._children[spec.worker_id] = _Child.fork(spec, env, plug, self._prepare, self._key)
+            self._children[spec.worker_id] = _Child.fork(spec, env, plug, self._prepare, self._key, self._node_of(spec.worker_id))
 
     def _await_start(self, spec: WorkerSpec, end: float) -> None:
         child = self._children[spec.worker_id]
@@ -232,7 +236,7 @@ class ForkedHost:
             raise DeadlineExceeded(f"worker {spec.worker_id} was not ready in {_START_S:g} s; see {spec.log_path}") from None
         except ProcessEnded as ended:
             raise WorkerFailed(f"worker {spec.worker_id} could not start ({ended}); see {spec.log_path}") from ended
-        self.infos[spec.worker_id] = WorkerInfo(spec.worker_id, child.pid, socket.gethostname(), socket.gethostname())
+        self.infos[spec.worker_id] = WorkerInfo(spec.worker_id, child.pid, socket.gethostname(), self._node_of(spec.worker_id))
 
     def watch(self, on_end: Callable[[str], None]) -> None:
         self._watch = ProcessWatch(on_end)
@@ -293,7 +297,8 @@ def _address(worker: str, key: bytes) -> str:
 
 
 def _serve(
-    spec: WorkerSpec, env: dict[str, str], plug: Plug | None, prepare: Callable[[], None] | None, pipe: Connection, key: bytes | None
+    spec: WorkerSpec, env: dict[str, str], plug: Plug | None, prepare: Callable[[], None] | None, pipe: Connection, key: bytes | None,
+    node: str,
 ) -> None:
     """The process of one worker: its calls, one after the other."""
     if key is None:
@@ -306,7 +311,7 @@ def _serve(
         if plug:
             plug.enter()
         listener = Listener(_address(spec.worker_id, key), "AF_UNIX", authkey=key) if key else None
-        worker = make_worker(spec)
+        worker = make_worker(spec, node)
     except EverstepError as error:
         pipe.send_bytes(pickle.dumps((-1, error, None)))
         os._exit(1)

@@ -139,6 +139,17 @@ class Group(Protocol):
     def load(self, path: Path) -> dict[str, Any]:
         """Restore every rank from a checkpoint, before the first step; returns the recipe state that was saved with it."""
 
+    def interrupt(self, name: str) -> bool:
+        """A signal came that is to end the run: whether KeyboardInterrupt is raised by itself once the step in progress is over; else
+        there is none, or somebody asks for the second time. On the thread of the recipe."""
+
+    def save_interrupted(self, saved_step: int) -> Path | None:
+        """After KeyboardInterrupt: a checkpoint of the last committed step, from which a resumed recipe goes on; None if that is
+        ``saved_step``, or a step is half done. Raises CheckpointError, NotEnoughReplicas."""
+
+    def flush_copies(self) -> None:
+        """The run ends before it is done: copies in memory (recovery.memory_checkpoint_every) are written to the run's folder."""
+
     def verify(self) -> str:
         """Compare the state hashes of all ranks; returns a digest over all positions. Raises InvariantViolated."""
 

@@ -141,10 +141,10 @@ class Sharing:
         return self._shared[id(value)][1]
 
 
-def make_worker(spec: WorkerSpec, abandon: Callable[[str], None] | None = None) -> Served:
+def make_worker(spec: WorkerSpec, node: str, abandon: Callable[[str], None] | None = None) -> Served:
     """In the worker's own process: its output goes to its log from now on, its device is ready, its channel connected.
 
-    ``abandon``: called once its coordinator is gone and no other one came in time; ends the process.
+    ``node``: processes of one node share its memory. ``abandon``: called once its coordinator is gone and no other one came in time; ends the process.
     """
     _redirect_output(Path(spec.log_path))
     if spec.config.watch.diagnose:  # first of all: a signal that nobody awaits ends a process
@@ -153,7 +153,8 @@ def make_worker(spec: WorkerSpec, abandon: Callable[[str], None] | None = None) 
 
     import torch
 
-    from everstep.checkpoint import memory
+    from everstep.checkpoint import flushed, memory
+    from everstep.cluster import janitor
     from everstep.cluster.device import choose_device
     from everstep.cluster.preemption import Notices
     from everstep.engine import cpu
@@ -178,7 +179,10 @@ def make_worker(spec: WorkerSpec, abandon: Callable[[str], None] | None = None) 
     run_dir = Path(spec.run_dir)
     control.find = lambda: rendezvous.find(run_dir)
 
+    copies = memory.folder_of(spec.run_dir, spec.attempt)
+
     def abandoned(cause: str) -> None:
+        janitor.abandon(copies)
         events.emit("error", error="CoordinatorLost", message=cause)
         (abandon or _exit)(cause)
 
@@ -193,7 +197,9 @@ def make_worker(spec: WorkerSpec, abandon: Callable[[str], None] | None = None) 
     from everstep.cluster.worker import Worker
 
     Notices(recovery.preemption_file, control.leaving)
-    worker = Worker(spec.config, spec.worker_id, device, control, spec.store, events, memory.folder_of(spec.run_dir, spec.attempt))
+    if recovery.memory_checkpoint_every:
+        janitor.enter(copies, flushed.folder_of(run_dir, spec.attempt), recovery.controller_grace_s)
+    worker = Worker(spec.config, spec.worker_id, device, control, spec.store, events, copies / node)
     start_log(worker.where)
     return worker
 

@@ -350,7 +350,7 @@ def _cut(payload: bytes, sizes: list[int]) -> Iterator[bytes]:
 
 def quieten_torchft() -> None:
     """Before torchft is loaded: it obeys RUST_LOG and would tell every heartbeat. RUST_LOGS is the name in its documentation."""
-    os.environ.setdefault("RUST_LOG", os.environ.get("RUST_LOGS", "warn"))
+    os.environ["RUST_LOG"] = os.environ.get("RUST_LOG") or os.environ.get("RUST_LOGS") or "warn"
 
 
 # -- the process -------------------------------------------------------------------------------------------------------------

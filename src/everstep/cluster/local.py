@@ -42,7 +42,7 @@ from everstep.cluster.head import Head, Presence
 from everstep.cluster.lighthouse import TOKEN_VARIABLE, Lighthouse, Ports, read_result
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.slots import ListSlots, sample_ids
-from everstep.cluster.torchrun import report_exit
+from everstep.cluster.torchrun import check_port_free, report_exit
 from everstep.cluster.verbs import Arguments, Slots, Verbs
 from everstep.cluster.worker import Worker
 from everstep.config import derive
@@ -139,6 +139,8 @@ def _register(config: Config, clean: bool, env: environment.RankEnvironment, wat
         lighthouse = Lighthouse(listener, env.master_addr, token, quorum=False, offer=watching.alerts.offer)
         address, wait_s = lighthouse.address, 60.0
     else:
+        if port := environment.manager_port():
+            check_port_free(port, "TORCHFT_MANAGER_PORT", host="")
         token = os.environ.get(TOKEN_VARIABLE, "")
         address, wait_s = Ports.parse(environment.lighthouse_address(config)).coordinator, config.lighthouse.wait_s
     replica, nonce = config.replica.id or 0, secrets.token_hex(8)
@@ -196,7 +198,7 @@ class LocalGroup(Verbs):
             self._worker.on_expelled = lambda: self._end(ReplicaBroken(f"replica {replica} lost a rank, and is started anew"))
         if self._several and self._head:
             self._presence = Presence(
-                Ports.parse(environment.lighthouse_address(config)), replica, entry.nonce, int(os.environ.get("TORCHFT_MANAGER_PORT", "0")),
+                Ports.parse(environment.lighthouse_address(config)), replica, entry.nonce, environment.manager_port(),
                 f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", config.lighthouse.wait_s, lambda: self._control.committed,
                 lambda replicas: self._said_by_torchft(replicas),
             )
@@ -388,6 +390,16 @@ class LocalGroup(Verbs):
         self._step = saved.step
         self.recipe_state = saved.recipe_state
         return saved.recipe_state
+
+    def interrupt(self, name: str) -> bool:
+        return False
+
+    def save_interrupted(self, saved_step: int) -> Path | None:
+        """Refused by the configuration: torchrun ends every rank by itself."""
+        return None
+
+    def flush_copies(self) -> None:
+        """There are none."""
 
     def mark(self, state: dict[str, Any]) -> None:
         if self._step == self._marked_step:

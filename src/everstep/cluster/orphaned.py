@@ -25,4 +25,5 @@ def describe(worker: Worker) -> dict[str, Any]:
 def adopted(worker: Worker, announcement: Announcement) -> None:
     """The dead controller's store is gone with it."""
     worker.store.move(announcement.store)
+    worker.keeping.announce()
     worker.events.emit("adopted", incarnation=announcement.incarnation)

@@ -7,12 +7,14 @@ whole copy; the coordinator records that (``rollback``), and the driver enters t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from everstep.checkpoint import saving
 from everstep.checkpoint.choose import choose
+from everstep.checkpoint.manifest import pointed_at, step_of
+from everstep.cluster.copies import Copies
 from everstep.cluster.host import Host, ProcessEnded
 from everstep.config.schema import Config
 from everstep.errors import DeadlineExceeded, EverstepError, NotEnoughReplicas
@@ -21,6 +23,7 @@ from everstep.run_dir import checkpoints_of
 
 _POLL_S = 0.2
 _STATES_KEPT = 10_000  # steps
+_TRIES = 3  # a node with a copy may be lost while it is fetched
 
 
 class _RankLost(Exception):
@@ -37,9 +40,8 @@ class Restored:
 class Rollback:
     """``gone(worker)``: whether it is known to be dead."""
 
-    def __init__(self, host: Host, config: Config, gone: Callable[[str], bool]):
-        self._host, self._recovery, self._checkpoints, self._gone = host, config.recovery, checkpoints_of(config), gone
-
+    def __init__(self, host: Host, config: Config, copies: Copies, gone: Callable[[str], bool]):
+        self._host, self._recovery, self._checkpoints, self._copies, self._gone = host, config.recovery, checkpoints_of(config), copies, gone
         self.states: dict[int, dict[str, Any]] = {0: {}}  # the recipe's, after each of the last steps
 
     def remember(self, record: Record) -> None:
@@ -64,12 +66,12 @@ class Rollback:
 
     def _restore(self, member: Member, committed: int) -> tuple[int, str, dict[str, Any] | None]:
         """(step, from where, the recipe's state if it was saved with it)."""
-        if self._recovery.memory_checkpoint_every:
-            offered = [set(versions) for versions in self._on_all(member, "memory_copies")]
-            if common := {v for v in set.intersection(*offered) if v <= committed}:
-                version = max(common)
-                self._on_all(member, "restore_copy", version)
-                return version, "the copy in memory", None
+        if self._copies.made:
+            saved_step = (step_of(named) or 0) if (named := pointed_at(self._checkpoints)) else -1
+            for _ in range(_TRIES):
+                version = self._from_memory(member, committed, saved_step)
+                if version is not None:
+                    return version, "the copy in memory", None
         chosen = choose(self._checkpoints, "auto")
         if chosen.path is None:
             raise NotEnoughReplicas(
@@ -81,9 +83,29 @@ class Rollback:
         saving.restore_rng(chosen.path)
         return saved.step, str(chosen.path), saved.recipe_state
 
+    def _from_memory(self, member: Member, committed: int, newer_than: int) -> int | None:
+        """The step of the copies that all ranks went back to; None if there are none of all, or a node that had one is gone."""
+        found = self._copies.found()
+        of = [set(found.get(rank, {})) for rank in range(len(member.workers))]
+        usable = [s for s in set.intersection(*of) if newer_than < s.version <= committed and s.version in self.states]
+        if not usable:
+            return None
+        stamp = max(usable)
+        node = lambda worker: self._host.infos[worker].node_id
+        sources = []
+        for rank, worker in enumerate(member.workers):
+            there = found[rank][stamp]
+            here = any(node(other) == node(worker) for other in there)
+            sources.append((stamp.version, stamp.epoch, None if here else self._copies.at(there[0])))
+        return stamp.version if all(self._on_each(member, "restore_copy", sources)) else None
+
     def _on_all(self, member: Member, method: str, *args: Any) -> list[Any]:
+        return self._on_each(member, method, [args] * len(member.workers))
+
+    def _on_each(self, member: Member, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """``arguments``: of each rank."""
         life = (member.replica, member.build)
-        calls = {self._host.submit(worker, life, method, *args): index for index, worker in enumerate(member.workers)}
+        calls = {self._host.submit(worker, life, method, *arguments[index]): index for index, worker in enumerate(member.workers)}
         results: list[Any] = [None] * len(calls)
         limit = self._recovery.heal_timeout_s
         end = time.monotonic() + limit

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everstep.cluster import takeover
 from everstep.errors import RolledBack
 from everstep.recovery import rendezvous
 from everstep.recovery.commitlog import CommitLog
+from everstep.recovery.coordinator import State
 from everstep.recovery.view import Member
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ def take_over(controller: Controller, log: CommitLog) -> None:
     decided = adopting.decide(log.past)
     controller._reference, controller.recipe_state = decided.reference, decided.state or {}
     controller._rollback.states |= log.past.states
+    controller._copies.rollbacks += log.past.rollbacks
     controller._crew.open(list(decided.lives.values()), decided.spares, lambda: controller._reference, controller._store, adopting.first_number)
     controller._injector = controller._make_injector(adopting.faults_left())
     controller.server.take_over(decided.last, decided.commit, decided.members, controller.layout.replicas, adopting.noted)
@@ -46,6 +49,18 @@ def go_back(controller: Controller, member: Member) -> None:
         stranded = coordinator.view.healing - {member.replica}
         controller.server.rollback(back.step, [member], back.cause, back.state)
         controller._crew.adopt(set(), sorted(stranded))
+
+
+def save_interrupted(controller: Controller, saved_step: int) -> Path | None:
+    """As ``Group.save_interrupted``. The state of the recipe is that of the commit record; ranks that wait in a held step leave it."""
+    server = controller.server
+    server.halt("the run was interrupted")  # nothing happens unless the step is held
+    coordinator = server.coordinator
+    state = controller._rollback.states.get(coordinator.committed)
+    if coordinator.committed == saved_step:
+        return controller.saver.wait()  # it may be on its way
+    in_between = controller._in_step and coordinator.state is not State.HALTED
+    return None if in_between or not state else controller.save(state)
 
 
 def announce(controller: Controller, incarnation: int) -> None:

@@ -88,14 +88,14 @@ def launch(config: Config, program: Sequence[str], say: Callable[[str], None] | 
         )
     say = say or (lambda text: print(text, file=sys.stderr))
     ranks = derive.layout(config).ranks_per_replica
-    machines = environment.machines()
+    machines = environment.machines(ranks)
     if ranks % machines.count:
         raise ConfigError(f"the {ranks} ranks of a replica cannot be shared evenly over {machines.count} machines (PET_NNODES)")
     if machines.count > 1:
         rendezvous = [f"--nnodes={machines.count}", f"--node_rank={machines.index}", f"--master_addr={machines.master_addr}",
                       f"--master_port={machines.master_port or config.local.port or DEFAULT_MASTER_PORT}"]
     elif config.local.port:
-        check_port_free(config.local.port)
+        check_port_free(config.local.port, "local.port")
         rendezvous = ["--nnodes=1", "--node_rank=0", f"--master_addr={_HOST}", f"--master_port={config.local.port}"]
     else:
         rendezvous = ["--standalone", f"--local_addr={_HOST}"]
@@ -125,16 +125,16 @@ def launch(config: Config, program: Sequence[str], say: Callable[[str], None] | 
     return code
 
 
-def check_port_free(port: int) -> None:
-    """BadInput if nobody can listen on ``port`` of this machine."""
+def check_port_free(port: int, name: str, host: str = _HOST) -> None:
+    """BadInput if nobody can listen on ``port`` of this machine (of this ``host``, empty: of all its addresses), which ``name`` asks for."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that just closed do not matter
         try:
-            probe.bind((_HOST, port))
+            probe.bind((host, port))
             probe.listen(1)
         except OSError as error:
             why = "is in use by another process" if error.errno == errno.EADDRINUSE else f"is refused: {error.strerror}"
-            raise BadInput(f"local.port={port} {why}; choose another, or 0 for a free one") from error
+            raise BadInput(f"{name}={port} {why}; choose another, or 0 for a free one") from error
 
 
 def report_exit(error: EverstepError | None) -> bool:

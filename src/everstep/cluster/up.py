@@ -13,6 +13,7 @@ each time. Who dies more often than that is worth is given up, with what it said
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import signal
@@ -30,6 +31,7 @@ from typing import IO
 from everstep.cluster import environment
 from everstep.cluster.lighthouse import DEFAULT_PORT, TOKEN_VARIABLE, Ports
 from everstep.cluster.orphans import TOKEN, kill_all
+from everstep.cluster.processes import die_with_parent
 from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.errors import BadInput, ConfigError, Interrupted, NotEnoughReplicas
@@ -39,6 +41,8 @@ _LONGEST_DELAY_S = 60.0
 _CALM_S = 60.0     # a process that lived so long is not in a loop of crashes
 _ANSWER_S = 60.0   # for the lighthouse to listen
 _GRACE_S = 45.0    # for replicas to end after a signal; torchrun gives its ranks 30 s
+#: Should this process be killed, the kernel tells its children, which end theirs.
+_END_WITH_US = functools.partial(die_with_parent, signal.SIGTERM) if sys.platform == "linux" else None
 
 
 @dataclass
@@ -61,7 +65,7 @@ class Child:
         self._out = self._out or self.log.open("ab")
         env = os.environ | self.env | {"EVERSTEP_RESTARTS": str(self.deaths)}
         self.process = subprocess.Popen(self.command, env=env, stdout=self._out, stderr=self._out, stdin=subprocess.DEVNULL,
-                                        start_new_session=True)
+                                        start_new_session=True, preexec_fn=_END_WITH_US)
         self.started = time.monotonic()
 
     def died(self, delay_s: float) -> None:
@@ -99,6 +103,11 @@ def up(config: Config, program: Sequence[str], say: Callable[[str], None]) -> in
         raise ConfigError(f"everstep up starts all replicas: leave replica.id={config.replica.id} out")
     if environment.inside_torchrun():
         raise BadInput("this process is a rank of torchrun already (RANK is set) and must not start replicas")
+    if (here := environment.machines(derive.layout(config).ranks_per_replica)).count > 1:
+        raise BadInput(
+            f"everstep up starts all replicas on one machine, but PET_NNODES or SLURM_NNODES says that this is one of {here.count} of a replica; "
+            "run everstep lighthouse on one of them and everstep train launcher=local replica.id=I on all, or unset the variable"
+        )
     own = config.lighthouse.address or os.environ.get("TORCHFT_LIGHTHOUSE", "")
     ports = Ports.parse(own) if own else Ports("127.0.0.1", free_ports(DEFAULT_PORT))
     launch = secrets.token_hex(16)
@@ -110,7 +119,7 @@ def up(config: Config, program: Sequence[str], say: Callable[[str], None]) -> in
             Child(
                 f"replica {replica}",
                 [sys.executable, *program, "launcher=local", f"replica.id={replica}", f"lighthouse.address={ports.url}"],
-                secret | {TOKEN: launch} | ({"CUDA_VISIBLE_DEVICES": mine} if mine is not None else {}), logs / f"replica-{replica}.log",
+                secret | {TOKEN: launch} | _of_replica(replica, mine), logs / f"replica-{replica}.log",
             )
             for replica, mine in enumerate(devices)
         ]
@@ -121,6 +130,13 @@ def up(config: Config, program: Sequence[str], say: Callable[[str], None]) -> in
         finally:
             kill_all(launch)
             supervisor.keep_logs(Path(config.run_dir))
+
+
+def _of_replica(replica: int, devices: str | None) -> dict[str, str]:
+    """Variables in which replicas on one machine differ: ports of torchft's managers follow each other."""
+    first = environment.manager_port()
+    ports = {"TORCHFT_MANAGER_PORT": str(first + replica)} if first else {}
+    return ports | ({"CUDA_VISIBLE_DEVICES": devices} if devices is not None else {})
 
 
 def share_devices(config: Config, environ: Mapping[str, str] | None = None) -> list[str | None]:

@@ -21,8 +21,10 @@ from typing import Any, Literal, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint import manifest, memory, rng, saving, sharded
+from everstep.checkpoint import flushed, manifest, rng, saving, sharded
 from everstep.checkpoint.index import Index
+from everstep.checkpoint.memory import Stamp
+from everstep.checkpoint.shelf import Address
 from everstep.checkpoint.storage import place
 from everstep.checkpoint.writer import RankWriter, Ticket
 from everstep.cluster import orphaned
@@ -30,6 +32,7 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.formation import Formation, Life, called_off
 from everstep.cluster.group import Role
 from everstep.cluster.island import Island, Round, RoundWork, without_participants
+from everstep.cluster.keeping import Keeping, restored_from_disk
 from everstep.cluster.processes import out_of_memory
 from everstep.cluster.rank_state import Kept, WholeState, clip, with_digests_of
 from everstep.cluster.run_store import RunStore
@@ -111,12 +114,10 @@ class Worker:
 
     def __init__(
         self, config: Config, worker_id: str, device: torch.device, control: Control,
-        store_address: tuple[str, int], events: EventLog, copies: Path,  # their folder (everstep.checkpoint.memory)
+        store_address: tuple[str, int], events: EventLog, copies: Path,  # this node's folder of them (everstep.checkpoint.memory)
     ):
         self.config, self.worker_id, self.device, self.control, self.events = config, worker_id, device, control, events
         self.store = RunStore(store_address, config.recovery.link_timeout_s, comes_back=config.replica.id is not None)
-        self._copies = copies
-        self._keeper: memory.Keeper | None = None
         self._has_reference = False
         self._source = source.resolve(config.model)
         self._critic_source = source.resolve(derive.critic(config).model) if config.recipe == "ppo" else None
@@ -130,6 +131,7 @@ class Worker:
         self._kept: Kept | None = None
         self._entered = threading.Event()  # a view has included this worker in its present formation
         self.layout = derive.layout(config)
+        self.keeping = Keeping(config, self.layout, worker_id, copies, control, self.store, events)
         self.on_expelled: Callable[[], None] = self._abort_collectives  # this life is no member any more; on the control thread
         self._writer = RankWriter(self.store.open, device, events)
         self.victim = Victim(worker_id, events, control.fault_word, lambda: "step {}, {}".format(*control.where))
@@ -255,11 +257,10 @@ class Worker:
             recovery, replica, formation.build, rank, self.worker_id, control, self._links, world, healing, self._state, self.events
         )
         self.events.emit("form", epoch=self.control.epoch.key, replica=replica, rank=rank, build=formation.build, world_size=size)
-        self._keeper, self._has_reference = None, formation.reference
-        if self.config.recovery.memory_checkpoint_every:
-            self._keeper = memory.Keeper(self._copies, replica, rank, self.events)
-            if formation.start == "weights":
-                self._copy()
+        self._has_reference = formation.reference
+        self.keeping.take_place(replica, rank, world)
+        if formation.start == "weights":
+            self.keeping.copy(self._state)
         how = formation.start if formation.start == "peer" else self.config.model.init
         self.events.emit("model_ready", replica=replica, rank=rank, source="heal" if how == "peer" else how)
 
@@ -394,8 +395,8 @@ class Worker:
         assert self._transaction is not None
         engine = self._work_with(role)
         report = self._transaction.run(StepWork(self, step, slots, loss.build(), lr, temperature, engine), incarnation)
-        if self._keeper and step % self.config.recovery.memory_checkpoint_every == 0:
-            self._copy()
+        if self.keeping.is_due(step):
+            self.keeping.copy(self.state, step)
         sums, metrics = engine.read_sums(report.sums)
         return dataclasses.replace(report, sums=sums, metrics=metrics)
 
@@ -468,7 +469,7 @@ class Worker:
         self._settle_save()
         self.engine.keep_reference()
         self._has_reference = True
-        self._copy()  # the one before lacks it
+        self.keeping.copy(self.state)  # the one before lacks it
 
     def offload_to_cpu(self, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> dict[Part, int]:
         """Bytes freed on this rank's device, by part, their contents being in host memory now; see ``Engine.offload_to_cpu``.
@@ -524,6 +525,13 @@ class Worker:
     def load_shard(self, address: str, version: int, reference: bool) -> None:
         """Restore this rank from a checkpoint of any layout; an island from its own part, if that is there, else from another's."""
         folder = place(address)
+        if flushed.is_flushed(folder):
+            stamp = flushed.read(folder).stamp
+            assert stamp is not None and stamp.version == version
+            restored_from_disk(folder, self.formation.rank, stamp, self.state)
+            self.events.emit("load", step=version, path=address)
+            self.keeping.copy(self.state)
+            return
         if reference:
             self.keep_reference()
         index, rank, replica = Index(folder), self.formation.rank, self.formation.replica
@@ -538,22 +546,11 @@ class Worker:
         self.state.version = version
         rng.restore(sharded.rng_states(index, replica, rank), self.device)
         self.events.emit("load", step=version, path=address)
-        self._copy()
+        self.keeping.copy(self.state)
 
-    def memory_copies(self) -> list[int]:
-        """Steps of which this node has a whole copy of my position's state."""
-        return memory.offers(self._copies, self.formation.rank)
-
-    def restore_copy(self, version: int) -> None:
-        """Go back to a copy in this node's memory."""
-        self.state.version = None
-        path = memory.restore(self._copies, self.formation.rank, version, self.state)
-        self.state.version = version
-        self.events.emit("load", step=version, path=str(path))
-
-    def _copy(self) -> None:
-        if self._keeper and self.state.version is not None:
-            self._keeper.copy(self.state.version, self.state.tensors(), self.state.scalars())
+    def restore_copy(self, version: int, epoch: tuple[int, int], source: Address | None) -> bool:
+        """Go back to a copy in this node's memory, or in that of the node whose shelf is at ``source``; False if it is not there any more."""
+        return self.keeping.restore(self.state, Stamp(version, epoch), source)
 
     def memory_bytes(self) -> int:
         """Device memory in use (CUDA), or resident memory of the process (CPU)."""

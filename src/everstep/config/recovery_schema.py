@@ -38,6 +38,12 @@ class RecoveryConfig(Section):
         "are listed as dropped. A process counts that ended by itself; fault injection and silence do not. Needs as many replicas and "
         "spares besides, to survive that. 0: no limit.",
     )
+    non_finite: Literal["skip", "stop"] = Field(
+        "skip",
+        description="A step whose loss or gradient is not finite is computed once more, slot by slot and by other replicas than before, to "
+        "tell a device's fault from bad data. If it is not finite again: `skip` it, with its samples listed and the weights unchanged, or "
+        "`stop` the run (exit code 3).",
+    )
     min_replicas: int = Field(
         1,
         ge=1,
@@ -137,8 +143,8 @@ class RecoveryConfig(Section):
     heal_backlog_steps: int = Field(
         8,
         ge=0,
-        description="A rank that heals takes part in steps meanwhile and keeps their totals, in host memory, to apply them once it has the "
-        "state. After so many it makes the others wait for it. 0: they wait from the start. Each costs 4 bytes per trained parameter of "
+        description="A rank that heals takes part in steps meanwhile and keeps their totals (on its device if there is room, else in host memory) to apply "
+        "them once it has the state. After so many it makes the others wait for it. 0: they wait from the start. Each costs 4 bytes per trained parameter of "
         "the rank (of its shard).",
     )
     heal_hold_s: float = Field(

@@ -238,7 +238,11 @@ class ReferenceCopy:
         own = {name: parameter.detach() for name, parameter in rank_parameters(self._chunks).items()}
         if self._home is None:
             return own
-        return {name: view for name, tensor in own.items() if (view := self._home.view(tensor)) is not None}
+        views = {name: self._home.view(tensor) for name, tensor in own.items()}
+        missing = [name for name, view in views.items() if view is None]
+        if missing:
+            raise EverstepError(f"the reference model's {missing[0]} (and {len(missing) - 1} more) is not in host memory, where all of it lives")
+        return {name: view for name, view in views.items() if view is not None}
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[Sequence[torch.nn.Module]]:

@@ -24,7 +24,7 @@ from everstep.recovery.view import Kind, Member, Record
 class Past:
     """What an existing record says: the last incarnation and the last committed step (0: none). The rest is of the newest start of
     the run, over all coordinators that took over since: its newest record and newest commit, the newest life of each replica, and the
-    recipe's state after each step that stands. Nothing of it is there if the run was ended in order."""
+    recipe's state after each step that stands, and what was rolled back. Nothing of it is there if the run was ended in order."""
 
     incarnation: int
     committed: int
@@ -32,6 +32,12 @@ class Past:
     commit: Record | None = None
     members: dict[int, Member] = field(default_factory=dict)
     states: dict[int, dict[str, Any]] = field(default_factory=dict)
+    rollbacks: list[tuple[tuple[int, int], int]] = field(default_factory=list)  # (epoch, step) of each
+
+
+def past(path: Path) -> Past:
+    """Of a record that may be another process's. Raises InvariantViolated."""
+    return _past(read(path)[0])
 
 
 def _past(entries: list[dict[str, Any]]) -> Past:
@@ -39,6 +45,7 @@ def _past(entries: list[dict[str, Any]]) -> Past:
     last = commit = None
     members: dict[int, Member] = {}
     states: dict[int, dict[str, Any]] = {}
+    rollbacks: list[tuple[tuple[int, int], int]] = []
     for entry in entries[start:]:
         if entry["kind"] in ("open", "close"):
             continue
@@ -48,12 +55,13 @@ def _past(entries: list[dict[str, Any]]) -> Past:
             commit = last
         elif last.kind is Kind.ROLLBACK:
             states = {step: state for step, state in states.items() if step <= last.step}
+            rollbacks.append((last.view.epoch.key, last.step))
             commit = None
         if last.state is not None:
             states[last.view.committed] = last.state
     commits = [e["step"] for e in entries if e["kind"] == Kind.COMMIT]
     incarnation = max((e["incarnation"] for e in entries), default=0)
-    return Past(incarnation, commits[-1] if commits else 0, last, commit, members, states)
+    return Past(incarnation, commits[-1] if commits else 0, last, commit, members, states, rollbacks)
 
 
 def _line(body: dict[str, Any]) -> bytes:

@@ -178,6 +178,11 @@ class Control:
         records = self._records
         return records[-1].view.epoch if records else Epoch(0, 0)
 
+    def committed_in(self, step: int) -> tuple[int, int]:
+        """The epoch in which a recent step was committed last; (0, 0) if it was not (the start, a checkpoint)."""
+        found = next((r.epoch for r in reversed(self._records) if r.kind is Kind.COMMIT and r.step == step and r.epoch), None)
+        return found.key if found else (0, 0)
+
     def includes(self, worker: str, build: int) -> bool:
         """Whether the newest view has this life of this worker as a member (True if the coordinator is lost: it cannot say)."""
         records = self._records

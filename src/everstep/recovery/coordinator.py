@@ -42,6 +42,7 @@ from enum import StrEnum
 from typing import Any
 
 from everstep.errors import DeadlineExceeded, InvariantViolated
+from everstep.recovery.nonfinite import Finding, NonFinites
 from everstep.recovery.view import Deal, Epoch, Heal, Kind, Member, Outcome, Record, View, Vote, link_name
 
 TAKEOVER = "takeover"  # cause of the record with which a coordinator goes on where a dead one ended
@@ -87,11 +88,12 @@ class Build:
 class Coordinator:
     """``min_replicas``: with fewer members nothing commits (``wait`` needs all). ``standbys_up_to``: with at most this many members a
     standby link is kept for each one that may die. ``quarantine_after``: replicas that may die while they compute one slot, before it
-    is left out of the step (0: no limit)."""
+    is left out of the step (0: no limit). ``stop_at_non_finite``: a total that is not finite twice raises NonFinite, else the step is
+    skipped. ``rotates``: what was not finite is computed by another replica the second time."""
 
     def __init__(
         self, incarnation: int, committed: int = 0, min_replicas: int = 1, mode: Mode = Mode.SALVAGE, standbys_up_to: int = 0,
-        quarantine_after: int = 0,
+        quarantine_after: int = 0, stop_at_non_finite: bool = False, rotates: bool = True,
     ):
         self.state = State.FORMING
         self.mode = mode
@@ -108,10 +110,10 @@ class Coordinator:
         self._recipe_state: dict[str, Any] | None = None  # what it will be after that step
         self._standbys_up_to = standbys_up_to if mode is not Mode.WAIT else 0
         self._quarantine_after = quarantine_after
-        self._died_of: dict[int, set[Member]] = {}  # slot of the step in progress -> replicas that died while they computed it
+        self._died_of: dict[tuple[int, int], set[Member]] = {}  # (step, slot) -> lives of replicas that ended while they computed it
         self._unbuildable: set[tuple[Member, ...]] = set()  # standbys that were not finished in time; not tried again
         self._mismatches = 0
-        self._nonfinite = 0
+        self._nonfinite = NonFinites(stop_at_non_finite, rotates and mode is not Mode.WAIT)
         self._link_failures = 0
         self._heal_failures: dict[Member, int] = {}
         self._heals = 0
@@ -170,8 +172,8 @@ class Coordinator:
         if self.state is not State.LOST or step > self.committed:
             raise InvariantViolated(f"cannot roll back from step {self.committed} to {step} while {self.state}")
         self.committed = self.begun = step
-        self._mismatches = self._nonfinite = self._link_failures = 0
-        self._died_of.clear()
+        self._mismatches = self._link_failures = 0
+        self._nonfinite.clear()
         kept = tuple(sorted(members, key=lambda m: m.replica))
         self.state = State.VOTING
         record = self._new_view(kept, (), cause, redeal=True)
@@ -222,7 +224,7 @@ class Coordinator:
             return self._next_build()
         survivors = tuple(m for m in self.view.members if m is not dead)
         for slot in computing:
-            self._died_of.setdefault(slot, set()).add(dead)
+            self._died_of.setdefault((self.committed + 1, slot), set()).add(dead)
         self.standbys = {members: link for members, link in self.standbys.items() if dead not in members}
         self._unbuildable.clear()
         self._link_failures = 0
@@ -349,6 +351,10 @@ class Coordinator:
         self.state, self.build, self.waiting = State.HALTED, None, []
         return [self._record(Kind.HALT, cause=cause)]
 
+    def take_findings(self) -> list[Finding]:
+        """What became known of totals that were not finite, since the last call."""
+        return self._nonfinite.take_findings()
+
     # -- decisions ----------------------------------------------------------------------------------------------------
 
     def _decide(self) -> list[Record]:
@@ -360,11 +366,12 @@ class Coordinator:
                 raise InvariantViolated(self._describe_mismatch())
             return [self._new_view(self.view.members, self.view.heals, "totals differ between replicas", redeal=True)]
         if not self._finite(self.view.members):
-            self._nonfinite += 1
-            if self._nonfinite == 1:
-                return [self._new_view(self.view.members, self.view.heals, "non-finite gradient: computed once more", redeal=True)]
+            again = self._nonfinite.happened(self.committed + 1, self.view, self.votes, self.slots)
+            if again:
+                return [self._new_view(self.view.members, self.view.heals, again, redeal=True)]
             outcome = Outcome.SKIP
         else:
+            self._nonfinite.passed(self.committed + 1, self.view)
             outcome = Outcome.APPLY
         return [self._commit(outcome, self.view.members, ""), *self._next_build()]
 
@@ -397,8 +404,9 @@ class Coordinator:
         self.committed = step
         heals = self._still_healing(members)
         self._holding.clear()
-        self._mismatches = self._nonfinite = self._link_failures = 0
-        self._died_of.clear()
+        self._mismatches = self._link_failures = 0
+        self._nonfinite.clear()
+        self._died_of = {of: lives for of, lives in self._died_of.items() if of[0] > step}
         epoch, link_id, ready = before.epoch, before.link_id, before.link_ready
         if members != before.members:
             epoch, link_id, ready = before.epoch.next(), *self._link_of(members)
@@ -406,7 +414,7 @@ class Coordinator:
             members, heals, link_id = self._with_joiner(members, heals)
             self.standbys[before.members] = before.link_id  # whole and in use until now: it serves if the joiner dies
             epoch, ready = before.epoch.next(), True
-        self.view = View(epoch, members, heals, step, link_id, ready, self._deal(members, heals), self._kept_links())
+        self.view = View(epoch, members, heals, step, link_id, ready, self._deal(members, heals), self._kept_links(), self._quarantined())
         self.votes, self.dealt = {}, len(self.view.deal.lives)
         return self._record(Kind.COMMIT, step=step, epoch=before.epoch, outcome=outcome, samples=samples, dropped=dropped,
                             divisor=vote.divisor, cause=cause, state=self._recipe_state)
@@ -473,7 +481,12 @@ class Coordinator:
         else:
             healing = {h.replica for h in heals}
             dealt = tuple(m for m in members if m.replica not in healing)
-        return Deal(self.view.deal.number + 1, tuple((m.replica, m.build) for m in dealt))
+        return Deal(self.view.deal.number + 1, tuple((m.replica, m.build) for m in dealt), self._nonfinite.shift)
+
+    def _quarantined(self) -> tuple[int, ...]:
+        """Slots of the next step that nobody is to compute any more. After a rollback that knows of what replicas died before."""
+        step, limit = self.committed + 1, self._quarantine_after
+        return tuple(sorted(slot for (of, slot), lives in self._died_of.items() if of == step and 0 < limit <= len(lives)))
 
     def _link_of(self, members: tuple[Member, ...]) -> tuple[str, bool]:
         """(name, whether every rank has it): the standby of these members, or a link that they will form."""
@@ -492,9 +505,7 @@ class Coordinator:
     ) -> Record:
         name, ready = (link_id, True) if link_id else self._link_of(members)
         deal = self._deal(members, heals) if redeal or self.mode is not Mode.SALVAGE else self.view.deal
-        limit = self._quarantine_after
-        quarantined = tuple(sorted(slot for slot, dead in self._died_of.items() if 0 < limit <= len(dead)))
-        self.view = View(self.view.epoch.next(), members, heals, self.committed, name, ready, deal, self._kept_links(), quarantined)
+        self.view = View(self.view.epoch.next(), members, heals, self.committed, name, ready, deal, self._kept_links(), self._quarantined())
         self.votes = {}
         return self._record(Kind.VIEW, cause=cause)
 

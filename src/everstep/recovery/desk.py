@@ -251,7 +251,11 @@ class Desk:
             if self._closed or self.failure:
                 return
             try:
-                records = decide()
+                try:
+                    records = decide()
+                finally:
+                    for finding in self.coordinator.take_findings():
+                        self._events.emit("non_finite", step=finding.step, epoch=finding.epoch, **finding.fields())
                 for record in records:
                     message = {"type": "record", "record": record.to_json()}
                     if record.kind is not Kind.BUILD:
@@ -305,7 +309,7 @@ class Desk:
                     self._events.emit("rollback", step=record.step, epoch=view.epoch.key, members=members, cause=record.cause)
                 self._events.emit("view", step=view.committed, epoch=view.epoch.key, members=members,
                                   healing=sorted(view.healing), cause=record.cause, deal=view.deal.number,
-                                  dealt=list(view.deal.replicas), quarantined=list(view.quarantined))
+                                  dealt=list(view.deal.replicas), shift=view.deal.shift, quarantined=list(view.quarantined))
                 self._healing = view.healing
             case Kind.HALT:
                 self._events.emit("halt", step=view.committed, epoch=view.epoch.key, members=members, cause=record.cause)

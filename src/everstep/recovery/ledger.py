@@ -53,6 +53,7 @@ class Ledger(ABC):
     def __init__(self) -> None:
         self.deal = -1
         self.held: tuple[int, ...] = ()
+        self._closely = False  # whether each slot is computed by itself
 
     def open(self, deal: int) -> bool:
         """Belong to this deal; True if that emptied the ledger: what it deals is to be filled in, even if that is nothing."""
@@ -83,6 +84,14 @@ class Ledger(ABC):
                     raise LedgersDiffer(f"slot {slot} is held by replicas {link.replicas[owners[slot]]} and {link.replicas[member]}")
                 owners[slot] = member
         return Inventory(slots, owners, self._fold([row[slots:] for row in rows], owners))
+
+    def look_closely(self) -> None:
+        """A total was not finite: from now on it is to be told of which slot that came."""
+        self._closely = True
+
+    def spoiled(self) -> tuple[int, ...]:
+        """Slots I hold of which a sum or a gradient is not finite; all that were computed together. () if that cannot be told."""
+        return ()
 
     @abstractmethod
     def may_send(self, view: View, beside: Callable[[], Link], stop: Callable[[], bool], timeout_s: float) -> None:
@@ -126,6 +135,8 @@ class SumLedger(Ledger):
         self._gradients: list[torch.Tensor] = []
         self._own: list[torch.Tensor] | None = None
         self._sums = torch.zeros(0, dtype=torch.float64)
+        self._spoiled: set[int] = set()  # looked at closely
+        self._given_up = False           # a sum in place has overwritten what was held
 
     def may_send(self, view: View, beside: Callable[[], Link], stop: Callable[[], bool], timeout_s: float) -> None:
         pass  # a gradient is complete only at the end
@@ -133,16 +144,24 @@ class SumLedger(Ledger):
     def total(
         self, link: Link, inventory: Inventory, stop: Callable[[], bool], timeout_s: float, issued: Callable[[], None], in_place: bool = False
     ) -> list[torch.Tensor]:
+        self._given_up = in_place
         return link.sum(self._gradients, stop, timeout_s, issued, in_place)
 
+    def spoiled(self) -> tuple[int, ...]:
+        if self._closely:
+            return tuple(sorted(self._spoiled))
+        return () if _finite([*([] if self._given_up else self._gradients), self._sums]) else self.held
+
     def _portions(self, slots: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
-        return [slots]
+        return [(slot,) for slot in slots] if self._closely and slots else [slots]
 
     def _secure(self) -> None:
         if self.held and self._own is None:
             self._own = [g.detach().clone() for g in self._gradients]
 
     def _take(self, slots: tuple[int, ...], contribution: Contribution) -> None:
+        if self._closely and not _finite([*contribution.gradients, contribution.sums]):
+            self._spoiled |= set(slots)
         if not self.held:
             self._gradients, self._own, self._sums = contribution.gradients, None, contribution.sums.to(torch.float64)
             return
@@ -163,6 +182,7 @@ class SumLedger(Ledger):
 
     def _empty(self) -> None:
         self._gradients, self._own = [], None
+        self._spoiled.clear()
 
 
 class SlotLedger(Ledger):
@@ -187,6 +207,9 @@ class SlotLedger(Ledger):
     def _portions(self, slots: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
         return [(slot,) for slot in slots] or [()]
 
+    def spoiled(self) -> tuple[int, ...]:
+        return tuple(slot for slot, held in sorted(self._slots.items()) if not _finite([*held.gradients, held.sums]))
+
     def _secure(self) -> None:
         pass  # every slot was copied when it was taken in
 
@@ -208,3 +231,7 @@ class SlotLedger(Ledger):
 
     def _empty(self) -> None:
         self._slots.clear()
+
+
+def _finite(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)

@@ -160,6 +160,9 @@ class RoundLedger(SumLedger):
         self._begin_ahead: Callable[[list[torch.Tensor]], Ahead] | None = None
         self._ahead: Ahead | None = None
 
+    def look_closely(self) -> None:
+        """Nothing can be computed slot by slot: the inner steps of a round follow each other."""
+
     def may_send(self, view: View, beside: Callable[[], Link], stop: Callable[[], bool], timeout_s: float) -> None:
         self._ahead = None
         alone = len(view.members) == 1

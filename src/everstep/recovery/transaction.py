@@ -105,7 +105,8 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Kept:
-    """A committed total that a healing rank will apply once it holds the state before it. On the host, whatever the device."""
+    """A committed total that a healing rank will apply once it holds the state before it. Where it was made, if there is room: everybody
+    waits for it to be kept."""
 
     work: Work
     outcome: Outcome
@@ -113,8 +114,19 @@ class Kept:
 
     @staticmethod
     def of(work: Work, outcome: Outcome, total: Total) -> Kept:
-        gradients = [g.cpu() for g in total.gradients] if outcome is Outcome.APPLY else []
+        gradients = _copies(total.gradients) if outcome is Outcome.APPLY else []
         return Kept(work, outcome, replace(total, gradients=gradients))
+
+
+def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """On their device if as much again stays free there for whatever comes next, else in host memory."""
+    device = next((t.device for t in tensors if t.is_cuda), None)
+    if device is not None:
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if free < 2 * sum(t.nbytes for t in tensors):
+            return [t.cpu() for t in tensors]
+    return [t.clone() for t in tensors]
 
 
 @dataclass
@@ -189,6 +201,8 @@ class Transaction:
                         )
                     return self._finish(work, decision.outcome, total, attempts, sent_bytes)
                 self.holds = None
+                if not _is_finite(total):
+                    ledger.look_closely()
                 self._void(record, work.step, decision.cause)
         finally:
             self.holds = None
@@ -347,7 +361,8 @@ class Transaction:
                    divisor=total.divisor, finite=finite, grad_norm=total.grad_norm, digest=digest)
         bits = struct.unpack("<q", struct.pack("<d", total.grad_norm))[0]
         self.holds = None if self._behind else (work.step, view.epoch)
-        self._control.vote(Vote(self._worker, work.step, view.epoch, digest, total.divisor, bits, finite, not self._behind, slots))
+        self._control.vote(Vote(self._worker, work.step, view.epoch, digest, total.divisor, bits, finite, not self._behind, slots,
+                                () if finite else ledger.spoiled()))
 
     def _finish(self, work: Work, outcome: Outcome, total: Total, attempts: int, sent_bytes: int) -> StepReport:
         self._enter(Phase.APPLY, work.step)

@@ -50,11 +50,13 @@ class Deal:
     slots it was dealt, and no slot has two owners (rule 1). A rank whose ledger belongs to a deal with another ``number`` empties
     it and computes what the new deal gives it. ``lives``: (replica, build) of those dealt to; a replica formed anew within the step
     has none of its former life's slots, they are salvaged like any other. With no lives nothing is computed until a later view deals
-    again.
+    again. ``shift``: by how many places slots go to another replica than usual, so that a result that may be a device's fault is
+    computed by another device.
     """
 
     number: int
     lives: tuple[tuple[int, int], ...] = ()
+    shift: int = 0
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -62,7 +64,11 @@ class Deal:
 
     def share(self, member: Member, slots: int) -> tuple[int, ...]:
         """What this member was dealt of ``slots`` slots."""
-        return assign(range(slots), self.replicas)[member.replica] if (member.replica, member.build) in self.lives else ()
+        if (member.replica, member.build) not in self.lives:
+            return ()
+        replicas = sorted(self.replicas)
+        whose = replicas[(replicas.index(member.replica) + self.shift) % len(replicas)]
+        return assign(range(slots), replicas)[whose]
 
 
 @dataclass(frozen=True)
@@ -198,7 +204,7 @@ def view_from_json(d: dict[str, Any]) -> View:
         epoch=Epoch(**d["epoch"]),
         members=tuple(Member(m["replica"], m["build"], tuple(m["workers"])) for m in d["members"]),
         heals=tuple(Heal(**h) for h in d["heals"]), committed=d["committed"], link_id=d["link_id"], link_ready=d["link_ready"],
-        deal=Deal(d["deal"]["number"], tuple((r, b) for r, b in d["deal"]["lives"])), links=tuple(d["links"]),
+        deal=Deal(d["deal"]["number"], tuple((r, b) for r, b in d["deal"]["lives"]), d["deal"]["shift"]), links=tuple(d["links"]),
         quarantined=tuple(d["quarantined"]),
     )
 
@@ -207,7 +213,7 @@ def view_from_json(d: dict[str, Any]) -> View:
 class Vote:
     """One rank's word that it holds the total of (step, epoch). All values must be equal over all ranks of a position's link;
     ``divisor``, ``grad_norm_bits`` and ``finite`` over all ranks of all members (rule 5). ``healed``: the rank holds the state to which
-    the total belongs, version ``step - 1``; a healing one may not yet, and will apply the total later."""
+    the total belongs, version ``step - 1``; a healing one may not yet, and will apply the total later. ``spoiled``: slots that the rank holds of which something is not finite by itself (all that it computed together)."""
 
     worker: str
     step: int
@@ -218,10 +224,11 @@ class Vote:
     finite: bool
     healed: bool = True
     slots: tuple[int, ...] = field(default=())  # the slots the total contains, each exactly once
+    spoiled: tuple[int, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def from_json(d: dict[str, Any]) -> Vote:
-        return Vote(**(d | {"epoch": Epoch(**d["epoch"]), "slots": tuple(d["slots"])}))
+        return Vote(**(d | {"epoch": Epoch(**d["epoch"]), "slots": tuple(d["slots"]), "spoiled": tuple(d["spoiled"])}))

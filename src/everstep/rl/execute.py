@@ -75,7 +75,7 @@ def execute(pipeline: Pipeline, context: Context, group: Group, prompts: Trainin
     def finish(stage: Stage, outcome: _Outcome) -> None:
         _join(stage, done, outcome.made)
         done.seconds[stage.name] = outcome.seconds
-        if events:
+        if events and group.is_lead:
             events.emit("stage", step=group.committed_step + 1, name=stage.name, iteration=context.iteration, on=stage.on,
                         after_s=outcome.start - begin, seconds=outcome.seconds)
 

@@ -117,6 +117,14 @@ EVENTS: dict[str, EventKind] = {
         step=True,
         epoch=True,
     ),
+    "non_finite": _kind(
+        "lead",
+        "The total of a step was not finite: because of which `slots` and `samples`, computed by which `ranks` (REPLICA/RANK). `verdict`: "
+        "again (it is computed once more, by others), transient (it was finite then), data (the same slots, by other ranks), unclear.",
+        "verdict slots ranks samples",
+        step=True,
+        epoch=True,
+    ),
     "apply": _kind("rank", "The optimizer applied the committed total.", "replica rank", step=True, epoch=True),
     "skip": _kind("rank", "The rank passed over a commit of kind skip.", "replica rank", step=True, epoch=True),
     "drop": _kind("lead", "Samples that will never be used, and why.", "samples reason"),
@@ -143,7 +151,7 @@ EVENTS: dict[str, EventKind] = {
     # membership
     "view": _kind(
         "lead",
-        "A new view is in force. `dealt`: among whom the step's slots are divided; a new `deal` number empties all ledgers. "
+        "A new view is in force. `dealt`: among whom the step's slots are divided (`shift`: by so many places otherwise than usual); a new `deal` number empties all ledgers. "
         "`quarantined`: slots of the step that nobody computes any more.",
         "members cause deal dealt",
         epoch=True,
@@ -245,8 +253,9 @@ EVENTS: dict[str, EventKind] = {
     "delete": _kind("lead", "An older checkpoint was removed.", "path"),
     "memory_copy": _kind(
         "rank",
-        "A copy of this rank's state in its node's memory is whole; `seconds` it stood still for it, `background_s` until it was sealed.",
-        "copy_bytes seconds background_s",
+        "A copy of this rank's state in its node's memory is whole; `seconds` it stood still for it, `background_s` until it was sealed. "
+        "`buddy`: the worker of another node that has it too, after `sent_s`; empty: nobody.",
+        "copy_bytes seconds background_s buddy sent_s",
         step=True,
     ),
     # what is seen by watching

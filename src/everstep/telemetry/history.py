@@ -291,7 +291,7 @@ def redo_is_bounded(record: Record) -> tuple[str, bool]:
     """A slot is computed again only if its owner died since, or if the coordinator dealt the step anew."""
     redone = computed = 0
     for events in record.attempts():
-        deals = {e["deal"]: e["dealt"] for e in of_kind(events, "view", "commit")}
+        deals = {e["deal"]: (e["dealt"], e.get("shift", 0)) for e in of_kind(events, "view", "commit")}
         died: dict[tuple[int, int | None], list[Key]] = defaultdict(list)
         for event in of_kind(events, "death"):
             died[event["replica"], event.step].append(epoch_key(event.epoch))
@@ -301,7 +301,7 @@ def redo_is_bounded(record: Record) -> tuple[str, bool]:
             for slot in event["slots"]:
                 computed += 1
                 before = owners.get((event.step, deal, rank, slot))
-                owner = before["replica"] if before else _dealt_to(slot, deals.get(deal, []))
+                owner = before["replica"] if before else _dealt_to(slot, *deals.get(deal, ([], 0)))
                 if event["salvage"] or before:
                     redone += 1
                     if not any(epoch < epoch_key(event.epoch) for epoch in died[owner, event.step]):
@@ -346,8 +346,9 @@ def inner_steps_are_of_their_slots(record: Record) -> tuple[str, bool]:
     return f"{made} inner steps (by every rank), {sum(map(len, lost))} more in rounds that their rank did not finish", made > 0
 
 
-def _dealt_to(slot: int, dealt: list[int]) -> int:
-    return sorted(dealt)[slot % len(dealt)] if dealt else -1
+def _dealt_to(slot: int, dealt: list[int], shift: int) -> int:
+    """``shift``: by how many places slots were dealt to other replicas than usual."""
+    return sorted(dealt)[(slot - shift) % len(dealt)] if dealt else -1
 
 
 def checkpoints_complete(record: Record) -> tuple[str, bool]:

@@ -45,6 +45,7 @@ Programs, not options:
 | `register_dispatch_type(name, Dispatch)` | `register_dispatch`: [examples/custom_dispatch.py](../examples/custom_dispatch.py) |
 | `recover_from_failure(backups)`, `load_checkpoint` after it | nothing: the step goes on by itself |
 | `offload_to_cpu`, `backload_to_gpu` | `engine.offload.*`; copies against the loss of all replicas: `recovery.memory_checkpoint_every` |
+| `anyscale job submit -f job.yaml` | [deploy.md](deploy.md) |
 | `twinkle.initialize(mode=...)`, `@remote_class`, `@remote_function` | `launcher=ray` or `local`; worker methods and `register_dispatch` |
 | `torchft_lighthouse`, one torchtitan for each replica group | `launcher=ray`: nothing to start. `launcher=local`: see [architecture.md](architecture.md) |
 | `python3 -m siirl.client.main_dag` | `everstep train CONFIG` |

@@ -77,7 +77,8 @@ class Island(Versioned):
         """What a checkpoint holds of it: what all replicas share, and what this one has for itself."""
         shared = {name: t for name, t in self.tensors().items() if name.startswith(("global/", "momentum/", "reference/"))}
         agreed = self.engine.logical_state(shared, ["global", *["momentum"] * bool(self.outer.momenta)])
-        return {"model": agreed, f"island-{replica}": self.engine.logical_state(self._copy, of_one_replica=True)}
+        own = self.engine.logical_state(self._copy)
+        return {"model": agreed, f"island-{replica}": lambda: dataclasses.replace(own(), of_one_replica=True)}
 
     def scalars(self) -> dict[str, Any]:
         return self.engine.state_scalars() | {"adam_step": self._adam_step, "outer_steps": self.outer.synced}

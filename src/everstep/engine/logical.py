@@ -86,12 +86,12 @@ class Place:
 
 def logical_state(
     views: Mapping[str, Tensor], slots: Sequence[Slot], table: Sequence[Piece], kinds: Callable[[Piece], Sequence[str]],
-    arch: Architecture, sharded: bool, place: Place, of_one_replica: bool = False,
+    arch: Architecture, sharded: bool, place: Place,
 ) -> LogicalState:  # fmt: skip
     """``views``: of ``state_views``; ``table``: of the model and its adapters; ``kinds``: what there is of a parameter, on whatever
     rank; ``sharded``: the distributed optimizer is used."""
     starts = {slot.name: slot.start for slot in slots}
-    state = LogicalState(of_one_replica=of_one_replica)
+    state = LogicalState()
     for piece in table:
         for kind in kinds(piece):
             for name, shape in zip(piece.names, piece.shapes, strict=True):

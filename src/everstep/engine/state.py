@@ -269,7 +269,7 @@ def state_views(
 
 def logical(
     views: Mapping[str, Tensor], trained: Sequence[str], slots: Sequence[Slot], table: list[Piece], adapters: list[Piece],
-    arch: Architecture, sharded: bool, of_one_replica: bool,
+    arch: Architecture, sharded: bool,
 ) -> Callable[[], LogicalState]:  # fmt: skip
     """``views``, named as in ``state_views`` and without what LoRA freezes, as rectangles of logical tensors. ``trained``: the kinds of
     views that every trained parameter has; a reference model is seen by itself.
@@ -289,7 +289,7 @@ def logical(
         (mpu.get_data_parallel_world_size(with_context_parallel=True), mpu.get_data_parallel_rank(with_context_parallel=True)),
         (mpu.get_expert_data_parallel_world_size(), mpu.get_expert_data_parallel_rank()),
     )  # fmt: skip
-    return lambda: logical_state(views, slots, table + adapters, kinds, arch, sharded, place, of_one_replica)
+    return lambda: logical_state(views, slots, table + adapters, kinds, arch, sharded, place)
 
 
 def adam_step(slots: list[Slot]) -> int:

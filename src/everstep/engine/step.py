@@ -449,15 +449,12 @@ class Engine:
             views = rank_state.state_views(self._ddps, self._slots, kept, frozen)
             return {name: self._residence.view(tensor) for name, tensor in views.items()}
 
-    def logical_state(
-        self, views: Mapping[str, Tensor] | None = None, kinds: Sequence[str] | None = None, of_one_replica: bool = False
-    ) -> Callable[[], LogicalState]:
-        """``views`` (None: ``state(frozen=False)``) as parts of whole tensors. ``kinds``: those that every trained parameter has.
-
-        They are listed when the result is called, by any thread: that takes longer than asking for the views."""
+    def logical_state(self, views: Mapping[str, Tensor] | None = None, kinds: Sequence[str] | None = None) -> Callable[[], LogicalState]:
+        """``views`` (None: ``state(frozen=False)``) as parts of whole tensors, listed by any thread that calls the result (that takes longer
+        than to ask for the views). ``kinds``: those that every trained parameter has."""
         views, kinds = views or self.state(frozen=False), kinds or ["param", *["master"] * self._megatron.bf16, "exp_avg", "exp_avg_sq"]
         made_of = self._slots, self._table, self._adapters, self.arch, self.config.engine.distributed_optimizer
-        return rank_state.logical(views, kinds, *made_of, of_one_replica)
+        return rank_state.logical(views, kinds, *made_of)
 
     def state_scalars(self) -> dict[str, Any]:
         """What is no tensor: ``adam_step``, whether there is a reference model; with LoRA its scale and the frozen weights' digest."""

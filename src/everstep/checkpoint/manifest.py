@@ -97,14 +97,19 @@ def _entries(checkpoints: Path) -> list[Path]:
 # ---------------------------------------------------------------- saving
 
 
+def working_folder(checkpoints: Path, step: int) -> Path:
+    """Where a save of ``step`` writes: ``step-N.partial``, or ``step-N`` in an object store."""
+    return checkpoints / (folder_name(step) + (PARTIAL if is_local(checkpoints) else ""))
+
+
 def begin(checkpoints: Path, step: int) -> Path:
-    """The empty folder to write into: ``step-N.partial``, or ``step-N`` in an object store; left-overs of saves that died are deleted.
+    """Make the empty folder to write into; left-overs of saves that died are deleted.
 
     Called by the one that publishes, before any rank writes.
     """
+    partial = working_folder(checkpoints, step)
     if not is_local(checkpoints):
-        return checkpoints / folder_name(step)
-    partial = checkpoints / (folder_name(step) + PARTIAL)
+        return partial
     with storage_errors("preparing", partial):
         checkpoints.mkdir(parents=True, exist_ok=True)
         sweep(checkpoints)

@@ -82,7 +82,8 @@ class Controller(InOnePlace, Verbs):
         self.layout = derive.layout(config)
         self._on_record = on_record or (lambda record: None)
         self._reference = False
-        self._watch = Watch(config, run_dir, events, host, lambda: self._server, self._place_of, lambda: len(self._crew.spares))
+        self._watch = Watch(config, run_dir, events, host, lambda: self._server, self._place_of, lambda: len(self._crew.idle_spares()),
+                            lambda worker, cause: self._crew.leaving.tell(worker, cause))
         self._stage = ""
         self.recipe_state: dict[str, Any] = {}
         self._closed = False

@@ -543,7 +543,7 @@ class Worker:
         scalars = index.scalars_of(named.get(f"island-{replica}", "model"))[rank if alike else 0]
         self.state.load_scalars(scalars if alike else with_digests_of(self.state.scalars(), scalars))
         for part, logical in self.state.logical(replica).items():
-            sharded.load_part(index, named.get(part, part), logical)
+            sharded.load_part(index, named.get(part, part), logical())
         self.state.restore()
         self.state.version = version
         rng.restore(sharded.rng_states(index, replica, rank), self.device)

@@ -5,6 +5,8 @@
     python -m benchmarks.recovery --tp 2 --replicas 2 --spares 0
     python -m benchmarks.recovery --forked               CPU, children of this process in the place of Ray: seconds instead of minutes
     python -m benchmarks.recovery --overhead 3           nothing is killed: steps with recovery against recovery.enabled=false
+    python -m benchmarks.recovery --against torchft,nvrx,ray-train,restart --append FILE      rivals under the same kills (benchmarks/rivals)
+    python -m benchmarks.recovery --summary FILE --picture PNG                                what was collected so far
 
 Prints a table and writes everything to ``--out`` (JSON), with machine, versions and command. The clock starts when the signal is
 sent. A kill in reduce counts only if the log shows a survivor whose gradient collectives were issued and not complete at that
@@ -21,6 +23,7 @@ import json
 import math
 import os
 import platform
+import random
 import shutil
 import statistics
 import subprocess
@@ -32,15 +35,18 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.rivals import measure
 from everstep.cluster.forked import ForkedHost
 from everstep.config.load import load_config
 from everstep.driver import run as run_recipe
+from everstep.errors import EverstepError
 from everstep.telemetry.events import Event, epoch_key, of_kind, read_events, seconds_between
 from everstep.telemetry.recoveries import recoveries, survivor_inside
 from everstep.telemetry.strength import PARTS, parts_of_recoveries
 
 ROOT = Path(__file__).parents[1]
 SHAPES = ROOT / "benchmarks" / "shapes"
+WORK = {"cuda": (24, 4, 1100), "cpu": (24, 2, 128)}  # samples and micro-batch of a step, tokens of a sample
 WARM_STEPS = 5  # not counted: kernels are compiled and caches filled
 
 
@@ -73,9 +79,16 @@ class Kill:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
+    if args.summary:
+        measure.summary(Path(args.summary))
+        if args.picture:
+            measure.picture(Path(args.summary), Path(args.picture))
+        return 0
     device = args.device or ("cuda" if _gpus() else "cpu")
     folder = Path(args.runs or tempfile.mkdtemp(prefix="everstep-bench-"))
     report: dict[str, object] = {"command": " ".join(["python -m benchmarks.recovery", *(arguments or sys.argv[1:])]), "machine": machine()}
+    if args.against:
+        return _against(args, device, folder)
     if args.overhead:
         pairs = _overhead(args, device, folder)
         report["overhead"] = pairs
@@ -110,8 +123,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--apart", type=int, help="steps between two kills of a run, for the replica to come back (default: 15 on GPUs, else 40)")
     parser.add_argument("--mode", default="salvage", choices=("salvage", "retry"))
     parser.add_argument("--phases", default="reduce,compute", help="in turn")
+    parser.add_argument("--seed", type=int, default=0, help="of --against: when who is killed")
     parser.add_argument("--max-connections", type=int, help="CUDA_DEVICE_MAX_CONNECTIONS of every rank")
     parser.add_argument("--overhead", type=int, metavar="PAIRS", help="compare steps with and without recovery in so many pairs of runs")
+    measure.arguments(parser)
     parser.add_argument("--runs", help="keep the run folders here")
     parser.add_argument("--out", help="JSON file")
     parser.add_argument("overrides", nargs="*", help="a.b=c")
@@ -124,13 +139,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 # -- runs -------------------------------------------------------------------------------------------------------------------
 
 
+def _shape(args: argparse.Namespace, device: str) -> str:
+    return str(args.shape or ("qwen3-0.6b" if device == "cuda" else "qwen3-small"))
+
+
 def _base(args: argparse.Namespace, device: str) -> list[str]:
-    shape = args.shape or ("qwen3-0.6b" if device == "cuda" else "qwen3-small")
     large = device == "cuda"
-    samples, micro, tokens = (24, 4, 1100) if large else (24, 2, 128)
+    samples, micro, tokens = WORK[device]
     source = "benchmarks.texts:digits"
     return [
-        f"device={device}", f"model.path={SHAPES / shape}", "model.init=random",
+        f"device={device}", f"model.path={SHAPES / _shape(args, device)}", "model.init=random",
         f"model.tokenizer={ROOT / 'examples' / 'models' / 'tiny-qwen3'}", f"model.dtype={'bfloat16' if large else 'float32'}",
         f"data.source={source}", "data.format=text", f"data.max_tokens={tokens}", "data.source_args={length: " + str(tokens - 100) + "}",
         f"train.micro_batch_size={micro}", f"sft.samples_per_step={samples}", "optimizer.lr=1e-4", "optimizer.warmup_steps=1",
@@ -139,12 +157,12 @@ def _base(args: argparse.Namespace, device: str) -> list[str]:
     ]
 
 
-def _train(overrides: Sequence[str], folder: Path, env: dict[str, str], forked: bool = False) -> subprocess.CompletedProcess[str]:
+def _train(overrides: Sequence[str], folder: Path, env: dict[str, str], forked: bool = False, clean: bool = True) -> subprocess.CompletedProcess[str]:
     if forked:
         config = load_config(str(ROOT / "examples" / "sft_text.yaml"), [*overrides, "telemetry.progress=none", f"run_dir={folder}"])
         with contextlib.redirect_stdout(io.StringIO()):
-            return subprocess.CompletedProcess([], run_recipe(config, clean=True, host=ForkedHost), "", "")
-    command = [sys.executable, "-m", "everstep", "train", str(ROOT / "examples" / "sft_text.yaml"), *overrides, f"run_dir={folder}", "--clean"]
+            return subprocess.CompletedProcess([], run_recipe(config, clean=clean, host=ForkedHost), "", "")
+    command = [sys.executable, "-m", "everstep", "train", str(ROOT / "examples" / "sft_text.yaml"), *overrides, f"run_dir={folder}", *(["--clean"] if clean else [])]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         command, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **env}, text=True, capture_output=True, timeout=600, check=False
@@ -220,6 +238,25 @@ def _overhead(args: argparse.Namespace, device: str, folder: Path) -> list[dict[
             seconds[enabled] = statistics.median(seconds_between(a, b) for a, b in itertools.pairwise(commits))
         pairs.append({"with_s": seconds[True], "without_s": seconds[False], "ratio": seconds[True] / seconds[False]})
     return pairs
+
+
+def _against(args: argparse.Namespace, device: str, folder: Path) -> int:
+    samples, micro, tokens = WORK[device]
+    without = ("layout.replicas=", "layout.spares=")
+
+    def train(overrides: Sequence[str], where: Path) -> int:
+        with contextlib.suppress(EverstepError):
+            return _train(overrides, where, {}, args.forked, clean=not any(o.startswith("resume=") for o in overrides)).returncode
+        return 1
+
+    setting = measure.Setting(
+        device, _shape(args, device), samples, micro, tokens, [o for o in _base(args, device) if not o.startswith(without)], train, folder,
+        random.Random(args.seed),
+    )
+    rows = measure.compare(setting, args.against.split(","), args.kills, args.batch, Path(args.append) if args.append else None)
+    if not args.runs:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0 if rows else 1
 
 
 # -- telling ----------------------------------------------------------------------------------------------------------------

@@ -178,6 +178,7 @@ class Launcher:
         self._fails = fails or []
         self.hold = threading.Event()
         self.hold.set()
+        self.nodes: dict[str, str] = {}
 
     def confirm_dead(self, worker):
         self.hold.wait(5.0)
@@ -197,6 +198,9 @@ class Launcher:
     def retire(self, worker): ...
 
     def replace(self, worker): ...
+
+    def node(self, worker):
+        return self.nodes.get(worker, "A")
 
     def note(self, event, **fields): ...
 
@@ -226,6 +230,24 @@ def test_a_spare_that_dies_while_a_replica_forms_costs_that_spare_alone():
     assert until(lambda: not r.hopeful(["1a"]))
     assert launcher.formed == [["s1", "1b"], ["s2", "1b"]]
     assert launcher.announced == [Member(1, 2, ("s2", "1b"))] and launcher.confirmed == ["1a", "s1"]
+    r.close()
+
+
+def test_who_takes_a_place_has_its_state_or_is_near_it():
+    """A spare of the dead one's node first; of a replica that was given up, each living rank goes back to its own place."""
+    launcher = Launcher()
+    launcher.nodes = {"s1": "B", "s2": "A", "0a": "A", "0b": "A"}
+    r = repair(launcher, ["s1", "s2"])
+    r.worker_died("0a")
+    assert until(lambda: not r.hopeful(["0a"]))
+    assert launcher.announced[-1].workers == ("s2", "0b")
+    r.worker_died("1a")
+    assert until(lambda: not r.hopeful(["1a"]))
+    assert launcher.announced[-1].workers == ("s1", "1b")
+    r.worker_died("s1")  # nobody is left: 1b is given up with it
+    assert until(lambda: not r.hopeful(["s1"]) and r.spares == ["1b"])
+    r.spare_is_ready("s3")
+    assert until(lambda: launcher.announced[-1].build == 2 and launcher.announced[-1].workers == ("s3", "1b"))
     r.close()
 
 

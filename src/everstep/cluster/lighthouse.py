@@ -368,11 +368,10 @@ def serve(
             f"--bind {bind}: whoever reaches the lighthouse's ports can make the ranks run any code; set {TOKEN_VARIABLE} to a secret, here "
             "and for every replica"
         )
-    from datetime import timedelta
-
     quieten_torchft()
-    import torch.distributed as dist
     from torchft.coordination import LighthouseServer
+
+    from everstep.cluster.run_store import serve_store  # torch takes seconds to come
 
     listener = _listen(bind, port + 1)
     _listen(bind, port).close()
@@ -380,9 +379,8 @@ def serve(
         bind=f"{bind}:{port}", min_replicas=min_replicas, join_timeout_ms=join_timeout_ms, quorum_tick_ms=quorum_tick_ms,
         heartbeat_timeout_ms=heartbeat_timeout_ms,
     )
-    rendezvous = _listen(bind, port + 2)  # left to itself the store would listen on all interfaces
-    store = dist.TCPStore(bind, port + 2, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60),
-                          master_listen_fd=rendezvous.detach())
+    _listen(bind, port + 2).close()
+    store = serve_store(bind, port + 2)
     lighthouse = Lighthouse(listener, bind, token, min_replicas, store.port, say=say)
     say(f"torchft's lighthouse and dashboard at http://{bind}:{port}, coordinator at {bind}:{port + 1}, store at {bind}:{port + 2}")
     try:

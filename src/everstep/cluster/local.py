@@ -37,6 +37,7 @@ from everstep.checkpoint.writer import Ticket
 from everstep.cluster import environment
 from everstep.cluster.device import choose_device
 from everstep.cluster.dispatch import Rank, get_dispatch, ranks_of
+from everstep.cluster.exchange import broadcast_object, gather_objects, replica_secret
 from everstep.cluster.formation import Formation
 from everstep.cluster.group import StepResult
 from everstep.cluster.head import Head, Presence
@@ -116,7 +117,7 @@ def enter(config: Config, clean: bool, watching: Watching) -> Entry:
     env = join_world(config)
     head: Head | None = None
     lighthouse: Lighthouse | None = None
-    shared: list[Any] = [None]
+    shared: Entry | EverstepError | None = None
     if env.rank == 0:
         try:
             entry = _register(config, clean, env, watching)
@@ -124,13 +125,13 @@ def enter(config: Config, clean: bool, watching: Watching) -> Entry:
                 watching.begin(entry.run_dir, own_log=False)
             head, lighthouse = entry.head, entry.lighthouse
             entry.head = entry.lighthouse = None  # of this process only
-            shared = [entry]
+            shared = entry
         except EverstepError as error:
-            shared = [error]
-    dist.broadcast_object_list(shared)
-    if isinstance(shared[0], EverstepError):
-        raise shared[0]
-    came: Entry = shared[0]
+            shared = error
+    came = broadcast_object(shared, replica_secret())
+    if isinstance(came, EverstepError):
+        raise came
+    assert isinstance(came, Entry)
     came.head, came.lighthouse = head, lighthouse
     return came
 
@@ -490,23 +491,20 @@ class LocalGroup(Verbs):
 
     def _from_head(self, ask: Callable[[Head], T]) -> T:
         """What the head is told, known to all ranks of the replica; or its error, raised by all."""
-        shared: list[Any] = [None]
+        shared: Any = None
         if self._head:
             try:
-                shared = [(ask(self._head), None)]
+                shared = (ask(self._head), None)
             except EverstepError as error:
-                shared = [(None, error)]
-        dist.broadcast_object_list(shared)
-        value, failure = shared[0]
+                shared = (None, error)
+        value, failure = broadcast_object(shared, replica_secret())
         if failure is not None:
             raise failure
         return value  # type: ignore[no-any-return]
 
     def _inside(self, value: Any) -> list[Any]:
         """Every rank's value, in the order of the ranks of this replica."""
-        gathered: list[Any] = [None] * self.layout.ranks_per_replica
-        dist.all_gather_object(gathered, value)
-        return gathered
+        return gather_objects(value, replica_secret())
 
     # -- the end of this life ----------------------------------------------------------------------------------------------------
 

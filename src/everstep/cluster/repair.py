@@ -188,11 +188,13 @@ class Repair:
                 self._processes.replace(worker)
 
     def _spare_for(self, replica: int, rank: int) -> str:
-        """A rank of a released replica goes back to where it was, if it can: it has the weights that are never trained. Else a spare of
-        the dead one's node, where its copies are, or of a node of its replica: tensor parallelism is fast there."""
+        """A rank of a released replica goes back to where it was, and is left for that place: it has the state of it. Else a spare of the
+        dead one's node, where its copies are, or of a node of its replica: tensor parallelism is fast there."""
         workers, node = self._members[replica].workers, self._processes.node
-        near = {node(worker) for worker in workers}
-        chosen = min(self.spares, key=lambda w: (self._former.get(w) != (replica, rank), node(w) != node(workers[rank]), node(w) not in near))
+        near, former = {node(worker) for worker in workers}, lambda w: self._former.get(w, (-1, -1))
+        chosen = min(self.spares, key=lambda w: (
+            former(w) != (replica, rank), former(w)[0] == replica, node(w) != node(workers[rank]), node(w) not in near,
+        ))
         self.spares.remove(chosen)
         self._former[chosen] = (replica, rank)
         return chosen

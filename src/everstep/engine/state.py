@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -238,7 +238,11 @@ class ReferenceCopy:
         own = {name: parameter.detach() for name, parameter in rank_parameters(self._chunks).items()}
         if self._home is None:
             return own
-        return {name: view for name, tensor in own.items() if (view := self._home.view(tensor)) is not None}
+        views = {name: self._home.view(tensor) for name, tensor in own.items()}
+        missing = [name for name, view in views.items() if view is None]
+        if missing:
+            raise EverstepError(f"the reference model's {missing[0]} (and {len(missing) - 1} more) is not in host memory, where all of it lives")
+        return {name: view for name, view in views.items() if view is not None}
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[Sequence[torch.nn.Module]]:
@@ -266,9 +270,11 @@ def state_views(
 def logical(
     views: Mapping[str, Tensor], trained: Sequence[str], slots: Sequence[Slot], table: list[Piece], adapters: list[Piece],
     arch: Architecture, sharded: bool,
-) -> LogicalState:  # fmt: skip
+) -> Callable[[], LogicalState]:  # fmt: skip
     """``views``, named as in ``state_views`` and without what LoRA freezes, as rectangles of logical tensors. ``trained``: the kinds of
-    views that every trained parameter has; a reference model is seen by itself."""
+    views that every trained parameter has; a reference model is seen by itself.
+
+    The rectangles are made by what is returned, which any thread may call, whatever has become of the process groups by then."""
     adapted = {piece.local for piece in adapters}
     reference = any(name.startswith("reference/") for name in views)
 
@@ -283,7 +289,7 @@ def logical(
         (mpu.get_data_parallel_world_size(with_context_parallel=True), mpu.get_data_parallel_rank(with_context_parallel=True)),
         (mpu.get_expert_data_parallel_world_size(), mpu.get_expert_data_parallel_rank()),
     )  # fmt: skip
-    return logical_state(views, slots, table + adapters, kinds, arch, sharded, place)
+    return lambda: logical_state(views, slots, table + adapters, kinds, arch, sharded, place)
 
 
 def adam_step(slots: list[Slot]) -> int:

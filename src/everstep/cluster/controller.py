@@ -31,6 +31,7 @@ from everstep.cluster.host import Host, ProcessEnded, Sharing, WorkerSpec
 from everstep.cluster.owed import POLL_S, Owed, all_done, gather
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.rollback import Rollback
+from everstep.cluster.run_store import serve_store
 from everstep.cluster.slots import sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
 from everstep.cluster.verbs import Arguments, Slots, Verbs
@@ -128,7 +129,7 @@ class Controller(InOnePlace, Verbs):
             coordinator, log, self._events, listener, token, recovery.silence_s, 2 * recovery.link_timeout_s, host,
             recovery.heartbeat_s, judge(recovery), judge_every_s(recovery),
         )
-        self._store = store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self._store = store = serve_store(host)
         self._copies.open(store)
         connect = lambda: dist.TCPStore(host, store.port, is_master=False, timeout=timedelta(seconds=60))
         self._saver = Saver(self.config, self.layout, self._events, connect, lambda worker: self.server.dead.get(worker))

@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -28,6 +29,7 @@ from everstep.checkpoint.storage import place
 from everstep.checkpoint.writer import RankWriter, Ticket
 from everstep.cluster import orphaned, rehearsal
 from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.exchange import gather_batches
 from everstep.cluster.formation import Formation, Meant, called_off
 from everstep.cluster.group import Role
 from everstep.cluster.island import Island, Round, RoundWork, without_participants
@@ -426,17 +428,16 @@ class Worker:
         self._make_room(gradients=room.gradients, optimizer=room.optimizer)
         self._refresh_rollout()
         self._make_room(parameters=room.parameters)
-        if self._rollout is None:
-            return batch.slice(0, 0)
-        return self._rollout.generate(batch, sampling)
+        return self._rollout.generate(batch, sampling) if self._rollout else batch.slice(0, 0)
 
     def from_collecting_rank(self, batch: TrainingBatch) -> TrainingBatch:
-        """What the collecting rank of this rank's data-parallel coordinate gives. Collective over the replica."""
+        """What the collecting rank of this rank's data-parallel coordinate gives, without the data's own records. Collective over the replica."""
         if self.layout.ranks_per_replica == 1:
             return batch
-        everybody: list[Any] = [None] * self.layout.ranks_per_replica
-        dist.all_gather_object(everybody, batch if self.formation.rank in self.layout.collect_ranks() else None)
-        found: TrainingBatch = everybody[self.layout.collect_ranks()[self.position.dp]]
+        mine = TrainingBatch(batch.tensors, {n: c for n, c in batch.columns.items() if n != "record"}, batch.sample_ids, batch.weight_versions)
+        everybody = gather_batches(mine if self.formation.rank in self.layout.collect_ranks() else None)
+        found = everybody[self.layout.collect_ranks()[self.position.dp]]
+        assert found is not None
         return found
 
     def send_weights(self, streams: dict[str, str], version: int, kind: sync.Kind) -> dict[str, str]:
@@ -544,7 +545,7 @@ class Worker:
         scalars = index.scalars_of(named.get(f"island-{replica}", "model"))[rank if alike else 0]
         self.state.load_scalars(scalars if alike else with_digests_of(self.state.scalars(), scalars))
         for part, logical in self.state.logical(replica).items():
-            sharded.load_part(index, named.get(part, part), logical)
+            sharded.load_part(index, named.get(part, part), logical())
         self.state.restore()
         self.state.version = version
         rng.restore(sharded.rng_states(index, replica, rank), self.device)
@@ -563,8 +564,6 @@ class Worker:
         """Device memory in use (CUDA), or resident memory of the process (CPU)."""
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
-        import psutil
-
         return int(psutil.Process().memory_info().rss)
 
     @property

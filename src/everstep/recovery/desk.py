@@ -261,7 +261,7 @@ class Desk:
                     for finding in self.coordinator.take_findings():
                         self._events.emit("non_finite", step=finding.step, epoch=finding.epoch, **finding.fields())
                 for record in records:
-                    message = {"type": "record", "record": record.to_json()}
+                    message = wire.Shared(type="record", record=record.to_json())
                     if record.kind is not Kind.BUILD:
                         self._log.write(record)
                         self._latest = message

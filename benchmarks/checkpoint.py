@@ -1,9 +1,10 @@
-"""What a checkpoint costs: ``python -m benchmarks.checkpoint [--hidden N] [--layers N] [--saves N] [--device cpu|cuda] [--json FILE]``.
+"""What a checkpoint costs: ``python -m benchmarks.checkpoint [--hidden N] [--layers N] [--every N] [--saves N] [--device cpu|cuda]``.
 
-One rank with a model of that size, in one process. Each round saves the same state twice into fresh folders, in turn: with everstep
-(copied and written while the next optimizer step computes, Hugging Face weights left out) and with ``torch.distributed.checkpoint``,
-synchronously, as most trainers do. Told of both: how long training was blocked, how long until the checkpoint was complete, bytes,
-and how long it takes to restore. Medians; the page cache is warm for both.
+One rank with a model of that size, in one process; ``--samples`` and ``--tokens`` say how much a step computes. Each round makes ``--every`` optimizer steps three times: without a save; with one
+by everstep before the first step (copied and written while steps compute, Hugging Face weights left out); and with one by
+``torch.distributed.checkpoint``, synchronously, as most trainers do. Told of both: how long training was blocked, and what part of a
+step that is; how much longer the steps took together, whatever the reason (the cores, the interpreter and memory are shared with what
+writes); when the checkpoint was complete, bytes, and how long it takes to restore. Medians; the page cache is warm for both.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ from everstep.config import derive
 from everstep.config.load import load_config
 from everstep.engine import cpu, source
 from everstep.engine.loss import LossSpec
-from everstep.telemetry.events import EventLog
+from everstep.telemetry.events import EventLog, read_events
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def model_folder(folder: Path, hidden: int, layers: int) -> Path:
+def model_folder(folder: Path, hidden: int, layers: int, tokens: int) -> Path:
     shutil.copytree(EXAMPLES / "models" / "tiny-qwen3", folder)
     described = json.loads((folder / "config.json").read_text())
     described |= {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
+    described["max_position_embeddings"] = max(tokens, described["max_position_embeddings"])
     (folder / "config.json").write_text(json.dumps(described))
     return folder
 
@@ -55,14 +57,16 @@ def batch(samples: int, tokens: int) -> TrainingBatch:
 
 
 class Bench:
-    def __init__(self, folder: Path, hidden: int, layers: int, device: torch.device) -> None:
+    def __init__(
+        self, folder: Path, hidden: int, layers: int, device: torch.device, dtype: str = "float32", samples: int = 8, tokens: int = 64
+    ) -> None:
         from everstep.engine.step import Engine
 
         self.folder, self.device = folder, device
-        model = model_folder(folder / "model", hidden, layers)
+        model = model_folder(folder / "model", hidden, layers, tokens)
         self.config = load_config(EXAMPLES / "sft_text.yaml", [
             f"model.path={model}", f"run_dir={folder / 'run'}", "layout.replicas=1", "checkpoint.hf=false", f"device={device.type}",
-            "checkpoint.keep_last=1",
+            "checkpoint.keep_last=1", f"model.dtype={dtype}",
         ])  # fmt: skip
         self.layout = derive.layout(self.config)
         if device.type == "cpu":
@@ -75,8 +79,8 @@ class Bench:
         self.engine = Engine(self.config, resolved.hf_config, self.layout.position(0), self.layout, device)
         self.engine.init_random(0)
         self.loss = LossSpec("everstep.rl.losses:sft_loss").build()
-        self.batch = batch(8, 64)
-        events = EventLog(folder / "lead.jsonl", "lead")
+        self.batch = batch(samples, tokens)
+        events = EventLog(folder / "events" / "lead.jsonl", "lead")
         self.saver = Saver(self.config, self.layout, events, connect, lambda worker: None)
         self.writer = RankWriter(connect, device, events)
         self.steps = 0
@@ -92,67 +96,83 @@ class Bench:
         self.steps += 1
         return time.perf_counter() - start, waited
 
-    def everstep(self) -> dict[str, float]:
+    def steps_made(self, every: int) -> tuple[float, float]:
+        """Seconds of ``every`` steps, and of waiting for a copy."""
+        made = [self.step() for _ in range(every)]
+        return sum(seconds for seconds, _ in made), sum(waited for _, waited in made)
+
+    def everstep(self, every: int) -> dict[str, float]:
         start = time.perf_counter()
         (ticket,) = self.saver.begin(SavedRun(self.steps, False, {}), 1, patient=False) or []
         self.writer.begin(ticket, 0, {"model": self.engine.logical_state()}, {"model": self.engine.state_scalars()}, rng.capture(self.device))
         self.saver.follow([RankOf("w0", 0, 0)], 0.0)
         begun = time.perf_counter() - start
-        step_s, waited = self.step()
+        steps_s, waited = self.steps_made(every)
         path = self.saver.wait()
         assert path is not None
-        complete = time.perf_counter() - start
+        (saved,) = [e for e in read_events(self.folder / "events") if e.event == "save" and e.step == ticket.step]
+        complete = float(saved["seconds"])
         nbytes = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
         start = time.perf_counter()
         index = Index(path)
-        sharded.load_part(index, "model", self.engine.logical_state())
-        return {"blocked_s": begun + waited, "complete_s": complete, "bytes": float(nbytes), "restore_s": time.perf_counter() - start, "step_s": step_s}
+        sharded.load_part(index, "model", self.engine.logical_state()())
+        restore = time.perf_counter() - start
+        return {"blocked_s": begun + waited, "window_s": begun + steps_s, "complete_s": complete, "bytes": float(nbytes), "restore_s": restore}
 
-    def torch_checkpoint(self) -> dict[str, float]:
+    def torch_checkpoint(self, every: int) -> dict[str, float]:
         state: dict[str, Any] = dict(self.engine.state())
         path = self.folder / f"dcp-{self.steps}"
         start = time.perf_counter()
         dcp.save(state, checkpoint_id=str(path))
         blocked = time.perf_counter() - start
+        steps_s, _ = self.steps_made(every)
         nbytes = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
         start = time.perf_counter()
         dcp.load(state, checkpoint_id=str(path))
         restore = time.perf_counter() - start
         shutil.rmtree(path)
-        return {"blocked_s": blocked, "complete_s": blocked, "bytes": float(nbytes), "restore_s": restore}
+        return {"blocked_s": blocked, "window_s": blocked + steps_s, "complete_s": blocked, "bytes": float(nbytes), "restore_s": restore}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=8, help="of one optimizer step")
+    parser.add_argument("--tokens", type=int, default=64, help="of a sample")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights; masters and moments are float32")
+    parser.add_argument("--every", type=int, default=10, help="steps from one save to the next")
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--folder", type=Path, default=None, help="where to write; default: the system's folder for temporary files")
     parser.add_argument("--json", type=Path, default=None)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.folder, prefix="everstep-checkpoint-") as folder:
-        bench = Bench(Path(folder), chosen.hidden, chosen.layers, torch.device(chosen.device))
-        plain = [bench.step()[0] for _ in range(3)]
+        bench = Bench(Path(folder), chosen.hidden, chosen.layers, torch.device(chosen.device), chosen.dtype, chosen.samples, chosen.tokens)
+        bench.steps_made(3)
+        plain: list[float] = []
         measured: dict[str, list[dict[str, float]]] = {"everstep": [], "torch.distributed.checkpoint": []}
         for number in range(chosen.saves + 1):
+            window_s, _ = bench.steps_made(chosen.every)
             for name, save in (("everstep", bench.everstep), ("torch.distributed.checkpoint", bench.torch_checkpoint)):
-                found = save()
-                plain.append(bench.step()[0])
+                found = save(chosen.every)
                 if number:  # the first one gets its memory
-                    measured[name].append(found)
+                    measured[name].append(found | {"longer": found["window_s"] / window_s - 1})
+                    plain.append(window_s)
         dist.destroy_process_group()
-    step_s = statistics.median(plain)
+    step_s = statistics.median(plain) / chosen.every
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if chosen.device == "cuda" else f"CPU, {os.cpu_count()} cores, {platform.machine()}",
-        "torch": torch.__version__, "hidden": chosen.hidden, "layers": chosen.layers, "saves": chosen.saves, "step_s": step_s,
+        "torch": torch.__version__, "hidden": chosen.hidden, "layers": chosen.layers, "dtype": chosen.dtype, "samples": chosen.samples, "tokens": chosen.tokens, "every": chosen.every, "saves": chosen.saves, "step_s": step_s,
     }  # fmt: skip
-    table = Table("", "blocked", "of a step", "complete after", "written", "restored in", title=f"{result['device']}; a step takes {step_s:.3f} s")
+    title = f"{result['device']}; a step takes {step_s:.3f} s, a save every {chosen.every} steps"
+    table = Table("", "blocked", "of a step", "steps longer by", "complete after", "written", "restored in", title=title)
     for name, rows in measured.items():
         middle = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
         middle["gb_per_s"] = middle["bytes"] / middle["complete_s"] / 1e9
         result[name] = middle
-        table.add_row(name, f"{1000 * middle['blocked_s']:.1f} ms", f"{100 * middle['blocked_s'] / step_s:.1f}%", f"{middle['complete_s']:.2f} s",
+        table.add_row(name, f"{1000 * middle['blocked_s']:.1f} ms", f"{100 * middle['blocked_s'] / step_s:.1f}%",
+                      f"{100 * middle['longer']:.1f}%", f"{middle['complete_s']:.2f} s",
                       f"{middle['bytes'] / 1e6:.0f} MB, {middle['gb_per_s']:.2f} GB/s", f"{middle['restore_s']:.2f} s")
     Console(width=120).print(table)
     if chosen.json:

@@ -1,6 +1,6 @@
 """Does it learn, and is learning under kills the same? Whole runs of ``everstep train`` on the CPU, with and without faults, over seeds.
 
-    python -m benchmarks.learning                          GRPO, PPO, and GRPO through LoRA; 3 seeds; about 20 minutes on 2 quiet cores
+    python -m benchmarks.learning                          GRPO, PPO, and GRPO through LoRA; 3 seeds; about 10 minutes on 2 cores
     python -m benchmarks.learning --algorithms ppo --seeds 1 --out ppo.json --picture ppo.png
     python -m benchmarks.learning --runs FOLDER            runs that are complete in FOLDER are not made again
 

@@ -43,7 +43,7 @@ def allocate(nbytes: int) -> Tensor:
 
 
 def write_share(engine: Any, folder: Path, rank: int, replica: int, replicas: int) -> Receipt:
-    share = my_share({"model": engine.logical_state()}, replica, replicas)
+    share = my_share({"model": engine.logical_state()()}, replica, replicas)
     files = staged_files(share, f"x-{replica}.{rank:03d}", allocate, file_bytes=20_000)
     entries, rectangles = {}, {}
     for file in files:
@@ -69,7 +69,7 @@ def visit(rank: int, stop: Stop, hf: Any, sections: dict[str, Any], came_from: P
         if "frozen_digest" in scalars:
             scalars = scalars | {"frozen_digest": engine.state_scalars()["frozen_digest"]}
         engine.load_scalars(scalars)
-        load_part(index, "model", engine.logical_state())
+        load_part(index, "model", engine.logical_state()())
     receipts = [write_share(engine, folder, rank, replica, stop.replicas) for replica in range(stop.replicas)]
     return receipts, one_step(engine, data(stop.layout, rank, 5))
 
@@ -141,7 +141,7 @@ def refused(rank: int, hf: Any, sections: dict[str, Any], folder: Path) -> str:
     engine = engine_of(Layout(), rank, hf=hf, **sections)
     before = {name: tensor.clone() for name, tensor in engine.state().items()}
     with pytest.raises(BadInput) as caught:
-        load_part(Index(folder), "model", engine.logical_state())
+        load_part(Index(folder), "model", engine.logical_state()())
     assert all(torch.equal(before[name], tensor) for name, tensor in engine.state().items()), "written to before it was refused"
     return str(caught.value)
 

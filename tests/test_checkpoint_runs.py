@@ -6,9 +6,15 @@ imports). In exact mode, so that what is compared does not depend on the number 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import os
+import random
+import re
+import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -18,8 +24,10 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from tests.support.runs import DEMO, SFT, Finished, config, finish
+import torch
+from tests.support.runs import DEMO, ROOT, SFT, Finished, config, finish
 from tests.test_faults import assert_invariants
 
 from everstep.checkpoint.choose import choose
@@ -27,9 +35,11 @@ from everstep.checkpoint.manifest import checkpoint_folders, damage, pointed_at
 from everstep.checkpoint.storage import CheckpointError
 from everstep.cluster import forked
 from everstep.cluster.forked import ForkedHost
+from everstep.cluster.host import Host
 from everstep.config.schema import Config
 from everstep.telemetry.events import EventLog, read_events
 from everstep.telemetry.metrics import read_metrics
+from support.checkpoints import flip_a_bit
 
 pytestmark = [pytest.mark.timeout(300)]
 
@@ -39,7 +49,21 @@ SFT_RUN = [*EXACT, "layout.replicas=2", "sft.samples_per_step=15", "train.micro_
            "optimizer.warmup_steps=3", "optimizer.decay_steps=12", "sft.steps=12", "checkpoint.every_steps=2"]
 GRPO_RUN = [*EXACT, "faults=[]", "layout.replicas=2", "layout.spares=0", "warmup.steps=2", "warmup.samples_per_step=64", "rl.iterations=3",
             "rl.prompts_per_step=8", "rl.samples_per_prompt=8", "rl.updates_per_pass=2", "rl.kl_coef=0.05", "rl.eval_every=1",
-            "train.micro_batch_size=16", "rollout.eval_samples=8", "checkpoint.every_steps=1"]
+            "train.micro_batch_size=8", "rollout.eval_samples=8", "checkpoint.every_steps=1"]
+# With a critic, which is trained by itself first: two of its steps, then two of each model in every iteration.
+PPO_RUN = [*EXACT, "faults=[]", "layout.replicas=2", "layout.pp=1", "layout.spares=0", "warmup.steps=1", "warmup.samples_per_step=32", "rl.iterations=4",
+           "rl.prompts_per_step=8", "rl.samples_per_prompt=4", "rl.updates_per_pass=2", "critic.warmup=1", "rl.eval_every=2",
+           "train.micro_batch_size=4", "rollout.eval_samples=8", "checkpoint.every_steps=1"]
+DPO_RUN = [*EXACT, "layout.replicas=2", "dpo.steps=10", "dpo.eval_every=5", "dpo.pairs_per_step=32", "train.micro_batch_size=16", "optimizer.decay_steps=10",
+           "checkpoint.every_steps=2"]
+LORA_RUN = [*SFT_RUN, "lora.rank=4", "lora.targets=[qkv, fc1]", "lora.dropout=0.1"]
+PPO, DPO = (str(ROOT / "examples" / name) for name in ("ppo_kill.yaml", "dpo_sort.yaml"))
+LORA = "LoRA"
+RUNS = {SFT: SFT_RUN, DEMO: GRPO_RUN, PPO: PPO_RUN, DPO: DPO_RUN, LORA: LORA_RUN}
+
+
+def run_of(name: str, run_dir: Path, *overrides: str) -> Config:
+    return config(SFT if name == LORA else name, run_dir, *RUNS[name], *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +71,13 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Finished]:
     """The run that nothing happens to, of a recipe."""
 
     @functools.cache
-    def run(file: str) -> Finished:
-        overrides = SFT_RUN if file == SFT else GRPO_RUN
-        return finish(config(file, tmp_path_factory.mktemp("calm"), *overrides), host=ForkedHost)
+    def run(name: str) -> Finished:
+        return finish(run_of(name, tmp_path_factory.mktemp("calm")), host=ForkedHost)
 
     return run
 
 
-def killed(conf: Config, arm: Callable[[], None]) -> None:
+def killed(conf: Config, arm: Callable[[], None], host: Callable[[Config], Host] = ForkedHost) -> None:
     """``everstep train`` in a process of its own, which ``arm`` has SIGKILLed somewhere: its workers are left to themselves."""
     forked.context()
     sys.stdout.flush()
@@ -65,7 +88,7 @@ def killed(conf: Config, arm: Callable[[], None]) -> None:
             # The server that workers are forked from is our parent's, and runs.
             forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined, method-assign]
             arm()
-            finish(conf, host=ForkedHost)
+            finish(conf, host=host)
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -153,6 +176,99 @@ def test_grpo_goes_on_bitwise(step: int, calm: Callable[[str], Finished], tmp_pa
     same(finish(config(DEMO, tmp_path / "run", *GRPO_RUN, "resume=auto"), host=ForkedHost), calm(DEMO))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "cuts"),
+    [
+        (DEMO, [("save_begin", 4)]),
+        (DEMO, [("commit", 3), ("commit", 7)]),
+        (PPO, [("commit", 5)]),                # between the updates of an iteration
+        (PPO, [("save_begin", 3), ("save_begin", 7)]),
+        (DPO, [("commit", 5), ("save_begin", 8)]),
+        (LORA, [("commit", 7)]),
+        (LORA, [("save_begin", 4), ("commit", 9)]),
+    ],
+    ids=["grpo-in-flight", "grpo-twice", "ppo", "ppo-in-flight-twice", "dpo-twice", "lora", "lora-twice"],
+)
+def test_every_recipe_goes_on_bitwise(
+    name: str, cuts: list[tuple[str, int]], replicas: int, calm: Callable[[str], Finished], tmp_path: Path
+) -> None:
+    """``replicas``: with how many the run goes on, each time."""
+    for attempt, (event, step) in enumerate(cuts):
+        more = ["resume=auto", f"layout.replicas={replicas}"] if attempt else []
+        killed(run_of(name, tmp_path / "run", *more), lambda event=event, step=step: at_event(event, step))  # type: ignore[misc]
+    again = finish(run_of(name, tmp_path / "run", "resume=auto", f"layout.replicas={replicas}"), host=ForkedHost)
+    assert again.kind("load"), "it went on from a checkpoint"
+    if replicas == 2:
+        same(again, calm(name))
+    else:
+        assert again.final_hashes == calm(name).final_hashes and samples(again.folder) == samples(calm(name).folder)
+    assert_invariants(again, steps=max(numbers(calm(name).folder)))
+
+
+def draws() -> list[float]:
+    """One number of each library; NumPy makes normal ones in pairs, and keeps the second."""
+    return [random.random(), float(np.random.normal()), float(torch.rand(()))]
+
+
+def seeded() -> None:
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+
+
+def drawing_workers() -> None:
+    """In every worker: user code that draws random numbers once a step, and writes them down."""
+    from everstep.cluster.worker import Worker
+
+    seeded()
+    train_step = Worker.train_step
+
+    def drawing(self: Worker, step: int, *args: Any) -> Any:
+        with open(os.environ["DRAWS"], "a") as file:
+            file.write(json.dumps([self.formation.replica, step, draws()]) + "\n")
+        return train_step(self, step, *args)
+
+    Worker.train_step = drawing  # type: ignore[method-assign, assignment]
+
+
+def drawing_lead(into: Path, dies_at: int | None = None) -> None:
+    """The same in this process, which is killed after it has drawn for a step."""
+    emit = EventLog.emit
+
+    def watched(self: EventLog, event: str, *, step: int | None = None, **fields: Any) -> None:
+        emit(self, event, step=step, **fields)
+        if event == "commit":
+            with open(into, "a") as file:
+                file.write(json.dumps(["lead", step, draws()]) + "\n")
+            if step == dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    seeded()
+    EventLog.emit = watched  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.full
+def test_random_numbers_of_user_code_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def conf(name: str, *more: str) -> Config:
+        return config(SFT, tmp_path / name, *SFT_RUN, f"env.DRAWS={tmp_path / name}.draws", *more)
+
+    def end(name: str, *more: str) -> dict[tuple[str, int], list[float]]:
+        """Of every step, and replica, the numbers that were drawn the last time it was made."""
+        with monkeypatch.context() as patched:
+            patched.setattr(EventLog, "emit", EventLog.emit)  # to be put back
+            drawing_lead(tmp_path / f"{name}.draws")
+            finish(conf(name, *more), host=lambda c: ForkedHost(c, drawing_workers))
+        rows = [json.loads(line) for line in (tmp_path / f"{name}.draws").read_text().splitlines()]
+        return {(str(who), step): drawn for who, step, drawn in rows}
+
+    whole = end("whole")
+    killed(conf("parts"), lambda: drawing_lead(tmp_path / "parts.draws", dies_at=7), lambda c: ForkedHost(c, drawing_workers))
+    assert end("parts", "resume=auto") == whole
+    assert len({tuple(drawn) for drawn in whole.values()}) >= 12, "they differ from step to step"
+
+
 # ---------------------------------------------------------------- the writers die
 
 
@@ -213,6 +329,72 @@ def test_saves_back_to_back_wait_for_each_other_and_training_does_not(tmp_path: 
 
 
 # ---------------------------------------------------------------- storage refuses
+
+
+def test_a_run_goes_on_from_the_good_one_before_a_damaged_one(
+    calm: Callable[[str], Finished], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(calm(SFT).folder / "checkpoints", tmp_path / "run" / "checkpoints")
+    newest, good, *_ = checkpoint_folders(tmp_path / "run" / "checkpoints")
+    victim = max((newest / "state").glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    flip_a_bit(victim, -1)
+    again = finish(config(SFT, tmp_path / "run", *SFT_RUN, "resume=auto"), host=ForkedHost)
+    said = re.sub(r"\s+", "", capsys.readouterr().out)
+    assert re.search(rf"skipped{newest.name}:.*{victim.name}:damagedin(model|rng)/", said), "file and tensor are named"
+    assert {e["path"] for e in again.kind("load")} == {str(good)} and again.final_hashes == calm(SFT).final_hashes
+    assert damage(newest) is None and (newest.parent / "set-aside" / newest.name).is_dir()
+
+
+@pytest.mark.full
+def test_a_step_or_another_runs_checkpoint_can_be_named(calm: Callable[[str], Finished], tmp_path: Path) -> None:
+    theirs = calm(SFT).folder / "checkpoints"
+    before = {path: path.stat().st_mtime_ns for path in theirs.rglob("*")}
+    step = int(checkpoint_folders(theirs)[1].name[5:])
+    shutil.copytree(theirs, tmp_path / "run" / "checkpoints")
+    for run_dir, resume in ((tmp_path / "run", str(step)), (tmp_path / "other", str(theirs / f"step-{step:06d}"))):
+        again = finish(config(SFT, run_dir, *SFT_RUN, f"resume={resume}"), host=ForkedHost)
+        assert {e.step for e in again.kind("load")} == {step} and again.final_hashes == calm(SFT).final_hashes
+        assert damage(run_dir / "checkpoints" / "step-000012") is None
+    assert (tmp_path / "run" / "checkpoints" / "set-aside" / "step-000012").is_dir(), "the future that was left is kept"
+    assert before == {path: path.stat().st_mtime_ns for path in theirs.rglob("*")}, "another run's folder is only read"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("trouble", ["full", "read-only"])
+def test_a_disk_that_is_full_or_read_only_costs_checkpoints_and_no_step(
+    trouble: str, calm: Callable[[str], Finished], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small file system of its own, into which nothing goes between the commits of two steps."""
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder]).returncode:
+        pytest.skip("mounting a file system needs root")
+    emit = EventLog.emit
+
+    def watched(self: EventLog, event: str, *, step: int | None = None, **fields: Any) -> None:
+        emit(self, event, step=step, **fields)
+        if event == "commit" and step in (5, 11):
+            if trouble == "read-only":
+                while subprocess.run(["mount", "-o", f"remount,{'ro' if step == 5 else 'rw'}", folder]).returncode:
+                    time.sleep(0.02)  # a file is being written
+            elif step == 5:
+                with contextlib.suppress(OSError), open(folder / "ballast", "wb", buffering=0) as file:
+                    while file.write(bytes(4096)):
+                        pass
+            else:
+                (folder / "ballast").unlink()
+
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(EventLog, "emit", watched)
+            run = finish(config(SFT, tmp_path / "run", *SFT_RUN, "checkpoint.retry_s=0"), host=ForkedHost)
+        says = "No space left on device; free space there" if trouble == "full" else "Read-only file system; make the folder writable"
+        assert run.kind("save_failed") and all(says in e["cause"] for e in run.kind("save_failed"))
+        assert run.kind("save")[-1].step == 12 and run.final_hashes == calm(SFT).final_hashes
+        assert [damage(found) for found in checkpoint_folders(folder)] == [None] * len(checkpoint_folders(folder))
+        assert_invariants(run, steps=12)
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
 def without_the_folder(monkeypatch: pytest.MonkeyPatch, folder: Path, gone_at: int, back_at: int | None) -> None:

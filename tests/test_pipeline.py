@@ -277,7 +277,7 @@ def test_a_damaged_record_is_named_and_not_used(where, tmp_path):
     assert len(notes) == 1 and str(path) in notes[0]
 
 
-def test_records_are_deleted_once_no_checkpoint_lies_inside_them(tmp_path):
+def test_records_are_deleted_once_nothing_leads_back_inside_them(tmp_path):
     conf = config(PPO, tmp_path, *QUIET)
     records = IterationRecords(tmp_path / "iterations", tmp_path / "checkpoints")
     for iteration, first in ((1, 4), (2, 12), (3, 20)):
@@ -286,10 +286,14 @@ def test_records_are_deleted_once_no_checkpoint_lies_inside_them(tmp_path):
     left = lambda: sorted(path.name[:6] for path in (tmp_path / "iterations").iterdir())
     (tmp_path / "checkpoints" / "step-000012").mkdir(parents=True)  # at a boundary: needs none
     (tmp_path / "checkpoints" / "step-000007").mkdir()
-    records.retire(3)
+    records.retire(3, 20)  # iteration 2 ends with step 20, and copies of later steps only are gone back to
     assert left() == ["000001", "000003"]
     (tmp_path / "checkpoints" / "step-000007").rmdir()
-    records.retire()
+    records.write(record(conf, 2, 12))
+    records.write(record(conf, 4, 28))  # of a step that is undone: it will be made again
+    records.retire(3, 19)
+    assert left() == ["000002", "000003"]
+    records.retire(4, 28)
     assert left() == []
 
 

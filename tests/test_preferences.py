@@ -127,6 +127,24 @@ def test_the_loss_and_its_gradient_are_the_formulas() -> None:
     assert torch.equal(dpo_terms(garbage, ref, mask, beta).loss, dpo_terms(new.detach(), ref, mask, beta).loss)
 
 
+@pytest.mark.parametrize("kind", ["hinge", "ipo"])
+def test_other_losses_of_the_same_margin(kind: str) -> None:
+    """Margins -0.3, 0.7, 2.0 of pairs of two tokens each; the formulas, and their derivatives by hand."""
+    beta, margins = 0.5, [-0.3, 0.7, 2.0]
+    ref = torch.zeros(6, 2, dtype=torch.float64)
+    new = torch.tensor([[m / beta + 0.25, 0.25] if side else [0.5, 0.0] for m in margins for side in (1, 0)], dtype=torch.float64, requires_grad=True)
+    batch = TrainingBatch({"ref_logprobs": ref, "loss_mask": torch.ones(6, 2), "chosen": torch.tensor([1.0, 0] * 3)}, sample_ids=list("abcdef"))
+    out = dpo_loss(beta, kind=kind)(new, None, batch)
+    (out.loss_sum / out.weight).backward()
+    want = [max(0.0, 1 - m) if kind == "hinge" else (m / beta - 1 / (2 * beta)) ** 2 for m in margins]
+    slopes = [-beta * (m < 1) if kind == "hinge" else 2 * (m / beta - 1 / (2 * beta)) for m in margins]
+    assert float(out.loss_sum) == pytest.approx(sum(want)) and out.weight == 3
+    expected = torch.tensor([[sign * slope / 3] * 2 for slope in slopes for sign in (1, -1)], dtype=torch.float64)
+    torch.testing.assert_close(new.grad, expected)
+    with pytest.raises(ConfigError, match=r"dpo\.label_smoothing=0\.1 belongs to dpo\.loss=sigmoid"):
+        dpo_loss(beta, 0.1, kind)
+
+
 def test_a_pair_that_was_parted_is_an_error_and_not_another_loss() -> None:
     batch = TrainingBatch({"ref_logprobs": torch.zeros(2, 2), "loss_mask": torch.ones(2, 2), "chosen": torch.tensor([0.0, 1.0])}, sample_ids=["a", "b"])
     with pytest.raises(WorkerFailed, match="not side by side"):
@@ -144,6 +162,8 @@ def test_sizes_and_refusals(tmp_path: Path) -> None:
         sizes(config(DPO, tmp_path, "train.micro_batch_size=null", "train.tokens_per_micro_batch=15"))
     from everstep.config.check import check_plan
 
+    with pytest.raises(ConfigError, match=r"dpo\.label_smoothing=0\.1 belongs to"):
+        check_plan(config(DPO, tmp_path, "dpo.loss=ipo", "dpo.label_smoothing=0.1"))
     for wrong in (["data.format=text"], ["recipe=sft", "sft.samples_per_step=256"]):
         with pytest.raises(ConfigError, match="pairs are for recipe=dpo"):
             check_plan(config(DPO, tmp_path, *wrong))

@@ -1,5 +1,5 @@
-"""The same loss, metrics and gradient whatever the size of micro-batches, packing, context and tensor parallelism, and number of
-replicas: for every loss that can be configured, in real process groups."""
+"""The same loss, metrics and gradient whatever the size of micro-batches, packing, context, tensor and pipeline parallelism, and number
+of replicas: for every kind of loss of actor and critic, in real process groups."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ LOSSES = {
     "rows-counted": dict(aggregation="seq-mean-token-sum", empty_rows="count", ratio="sequence_token"),
 }
 SPECS = {name: LossSpec("everstep.rl.losses:policy_loss", args) for name, args in LOSSES.items()}
+CRITIC = {"values": dict(clip=0.2), "values-by-row": dict(clip=None, aggregation="seq-mean-token-sum-norm", horizon=11, empty_rows="count")}
+SPECS |= {name: LossSpec("everstep.rl.losses:value_loss", args) for name, args in CRITIC.items()}
 SPECS["pairs"] = LossSpec("everstep.rl.preference:dpo_loss", {"beta": 0.2, "label_smoothing": 0.1})
 CUTS = [dict(micro_batch_size=8), dict(micro_batch_size=2), dict(micro_batch_size=4), dict(tokens_per_micro_batch=40)]
 
@@ -42,7 +44,7 @@ def samples() -> TrainingBatch:
         {
             "input_ids": torch.randint(1, 60, (8, width), generator=generator) * real, "attention_mask": real, "loss_mask": mask,
             "advantages": draw(), "old_logprobs": draw(0.3, -4.0), "ref_logprobs": draw(0.3, -4.0), "importance_weights": draw().abs(),
-            "chosen": torch.tensor([1.0, 0.0]).repeat(4),
+            "values": draw(0.3), "returns": draw(), "chosen": torch.tensor([1.0, 0.0]).repeat(4),
         },
         sample_ids=[f"0/{i}" for i in range(8)],
     )
@@ -72,10 +74,12 @@ def every_cut(rank: int, layouts: list[Layout]) -> dict[str, dict[str, Any]]:
     for number, layout in enumerate(layouts):
         join_world(rank, layout.ranks_per_replica, f"layout{number}")
         at, model = layout.position(rank), tiny_config("qwen3", tied=True)
-        engine = Engine(settings(engine={"sequence_parallel": layout.tp > 1}), model, at, layout, torch.device("cpu"))
-        engine.load_pretrained(hf_model(model).state_dict())
-        for name in SPECS if layout.ranks_per_replica == 1 else ("token-mean", "sum-norm", "pairs"):
-            spec, base = SPECS[name], None
+        actor = Engine(settings(engine={"sequence_parallel": layout.tp > 1}), model, at, layout, torch.device("cpu"))
+        actor.load_pretrained(hf_model(model).state_dict())
+        critic = Engine(settings(engine={"sequence_parallel": layout.tp > 1}), model, at, layout, torch.device("cpu"), "value", beside=actor)
+        critic.init_random(7)
+        for name, spec in SPECS.items():
+            engine, base = critic if name in CRITIC else actor, None
             for cut in CUTS if layout.ranks_per_replica == 1 else CUTS[1::2]:
                 if layout.dp * (cut.get("micro_batch_size") or 1) > 8:
                     continue
@@ -94,7 +98,8 @@ def every_cut(rank: int, layouts: list[Layout]) -> dict[str, dict[str, Any]]:
             if name in found:
                 same(found[name], here, (name, layout))
             found[name] = here
-        engine.close()
+        critic.close()
+        actor.close()
     return found
 
 
@@ -106,10 +111,9 @@ def same(a: dict[str, Any], b: dict[str, Any], where: object) -> None:
 @pytest.mark.full
 def test_every_way_to_cut_a_step_gives_the_same_step() -> None:
     (one,) = run_ranks(every_cut, 1, [Layout()], join=False, deadline_s=200)
-    two = run_ranks(every_cut, 2, [Layout(tp=2), Layout(cp=2), Layout(dp=2)], join=False, deadline_s=200)
+    two = run_ranks(every_cut, 2, [Layout(tp=2), Layout(cp=2), Layout(dp=2), Layout(pp=2)], join=False, deadline_s=250)
     for name in SPECS:
-        if name in two[0]:
-            same(one[name], two[0][name], name)
+        same(one[name], two[0][name], name)
         assert one[name]["norm2"] > 0 and one[name]["metrics"]["loss"] != 0
 
 
@@ -119,4 +123,4 @@ def test_the_cuts_differ_and_the_dropped_sample_has_no_weight() -> None:
     assert counts[:3] == [[8], [2] * 4, [4, 4]] and counts[3] not in counts[:3]
     weights = {name: float(spec.build().weight(samples())) for name, spec in SPECS.items()}
     tokens = float(samples()["loss_mask"].sum())
-    assert weights == {"token-mean": tokens, "seq-mean-token-mean": 7, "sum-norm": 7, "rows-counted": 8, "pairs": 4}
+    assert weights == {"token-mean": tokens, "seq-mean-token-mean": 7, "sum-norm": 7, "rows-counted": 8, "values": tokens, "values-by-row": 8, "pairs": 4}

@@ -10,6 +10,7 @@ import pytest
 from tests.support.runs import DEMO, ROOT, Finished, config, finish, gone
 from tests.test_faults import assert_invariants
 
+from everstep.checkpoint import manifest
 from everstep.cluster.forked import ForkedHost
 from everstep.telemetry.history import check, worst
 from everstep.telemetry.metrics import read_metrics
@@ -69,6 +70,7 @@ def test_a_run_that_was_interrupted_goes_on_with_the_same_prompts_and_the_same_c
     coefs = [row["actor/reward_kl_penalty_coeff"] for step, row in sorted(rows(run).items()) if step > 6]
     assert coefs == [row["actor/reward_kl_penalty_coeff"] for step, row in sorted(rows(whole).items()) if step > 6]
     assert coefs[0] == 0.05 and len(set(coefs)) == 4
+    assert all(row["timing_s/gen"] > row["timing_s/reward"] > 0 for step, row in rows(run).items() if step > 6)
     assert rows(run)[10]["train/num_gen_batches"] > 1 and rows(run)[10]["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=0.01)
     table = pq.read_table(run.folder / "samples" / "step-000010.parquet").to_pylist()
     assert len(table) == 8 and table[0].keys() == {"sample_id", "prompt", "completion", "reward"}
@@ -80,10 +82,12 @@ def test_preferences_margin_grows_and_a_death_changes_no_bit(tmp_path: Path) -> 
     file = str(ROOT / "examples" / "dpo_sort.yaml")
     same = ["recovery.exact=true", "dpo.steps=16", "dpo.pairs_per_step=32", "train.micro_batch_size=8", "dpo.eval_every=8", "checkpoint.at_end=false",
             "train.verify_every=1000", "optimizer.schedule=constant"]
-    calm = finish(config(file, tmp_path / "calm", *same, "layout.replicas=1"), host=ForkedHost)
+    calm = finish(config(file, tmp_path / "calm", *same, "layout.replicas=1", "checkpoint.keep_best=true"), host=ForkedHost)
     margins = [row["dpo/reward_margin"] for _, row in sorted(rows(calm).items())]
     assert abs(margins[0]) < 1e-6 and margins[-1] > 0.05 and rows(calm)[1]["dpo/loss"] == pytest.approx(0.6931, abs=1e-3)
     assert rows(calm)[16]["val/accuracy"] > max(0.6, rows(calm)[8]["val/accuracy"] - 0.05) and rows(calm)[16]["val/loss"] < 0.69
+    best = min((8, 16), key=lambda step: rows(calm)[step]["val/loss"])
+    assert manifest.pointed_at(calm.folder / "checkpoints", manifest.BEST) == calm.folder / "checkpoints" / manifest.folder_name(best)
     fault = "faults=[{step: 5, phase: reduce, kind: kill, replica: 1}]"
     run = finish(config(file, tmp_path / "run", *same, "layout.replicas=3", "layout.spares=0", fault), host=ForkedHost)
     assert_invariants(run, steps=16)

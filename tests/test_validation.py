@@ -18,8 +18,13 @@ HELD_OUT = ["data.eval_source=everstep.data.digits:sort_prompts", "data.eval_sou
 
 
 def test_the_best_needs_something_to_be_found_by(tmp_path):
-    with pytest.raises(ConfigError, match=r"checkpoint\.keep_best=true needs held-out data"):
-        check_plan(config(SFT, tmp_path, "data.eval_source=null", "checkpoint.keep_best=true"))
+    for overrides, says in (
+        (["checkpoint.keep_best=true"], r"checkpoint\.keep_best=true needs held-out data"),
+        (["sft.eval_every=2"], r"sft\.eval_every=2 needs held-out data"),
+        (["checkpoint.best_by=reward"], r"checkpoint\.best_by=reward says what checkpoint\.keep_best=true keeps in RL"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            check_plan(config(SFT, tmp_path, "data.eval_source=null", *overrides))
 
 
 def test_the_best_checkpoint_outlives_newer_ones_and_a_resume_knows_how_good_it_was(tmp_path):
@@ -29,7 +34,7 @@ def test_the_best_checkpoint_outlives_newer_ones_and_a_resume_knows_how_good_it_
                   "optimizer.schedule=constant", "optimizer.warmup_steps=0")
     run = finish(conf, host=ForkedHost)
     losses = {int(row["step"]): row["val/loss"] for row in read_metrics(run.folder / "metrics.jsonl") if "val/loss" in row}
-    assert sorted(losses) == [2, 4, 6, 8]
+    assert sorted(losses) == [0, 2, 4, 6, 8] and losses.pop(0) > 0
     best = min(losses, key=lambda step: losses[step])
     assert best < 8, "the learning rate is to spoil the model"
     checkpoints = run.folder / "checkpoints"
@@ -44,8 +49,11 @@ def test_the_best_checkpoint_outlives_newer_ones_and_a_resume_knows_how_good_it_
 def test_evaluations_come_before_within_and_after(before, tmp_path):
     conf = config(DEMO, tmp_path / "run", *ONE, *HELD_OUT, "warmup.steps=2", "warmup.samples_per_step=32", "rl.iterations=5", "rl.prompts_per_step=4",
                   "rl.samples_per_prompt=4", "train.micro_batch_size=16", "rl.eval_every=2", "rollout.eval_samples=8", f"rl.eval_before={before}".lower(),
-                  "checkpoint.at_end=false")
+                  "checkpoint.at_end=false", "checkpoint.keep_best=true", "checkpoint.best_by=reward")
     run = finish(conf, host=ForkedHost)
     rows = {int(row["step"]): row for row in read_metrics(run.folder / "metrics.jsonl")}
     assert [step for step, row in rows.items() if "val-core/acc/mean@1" in row] == [*([2] if before else []), 4, 6, 7]
     assert "train/loss" in rows[2], "the last step of the warm-up is logged all the same"
+    rewards = {step: rows[step]["val-core/reward/mean@1"] for step in (4, 6, 7)}
+    best = manifest.pointed_at(run.folder / "checkpoints", manifest.BEST)
+    assert best is not None and best.name == manifest.folder_name(max(rewards, key=lambda step: (rewards[step], -step)))

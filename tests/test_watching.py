@@ -279,8 +279,9 @@ def test_a_slow_rank_is_reported_with_its_phase_and_replaced(tmp_path: Path) -> 
     assert found[0]["ratio"] > 1.5 and found[0]["excess_s"] == pytest.approx(2 * SLOW_S, rel=0.5)
     begun = run.kind("begin")[0]
     assert 1.0 < seconds_between(begun, found[0]) < 12.0
-    (death,) = run.kind("death")
-    assert death["worker"] == "w1" and death["cause"].startswith("straggler: compute")
+    (leave,) = run.kind("leave")
+    assert leave["worker"] == "w1" and leave["cause"].startswith("straggler: compute")
+    assert not run.kind("death", "void"), "it leaves between two steps: nothing is redone"
     assert run.kind("spare_used")[0]["spare"] == "w3" and run.kind("join")
     assert_invariants(run, steps=40)
 

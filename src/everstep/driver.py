@@ -178,6 +178,7 @@ def _run(
                 RECIPES[config.recipe](the_run)
                 the_run.finish_saves()
                 digest = group.verify()
+                the_run.when_done()
                 break
             except RolledBack as back:  # the recipe goes on from the state that it had at that step, as a resumed run would
                 the_run.note(str(back))

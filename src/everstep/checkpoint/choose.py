@@ -61,17 +61,9 @@ def choose(checkpoints: Path, resume: str) -> Chosen:
         if not folder.is_dir():
             there = ", ".join(str(step_of(path)) for path in reversed(checkpoint_folders(checkpoints)))
             raise BadInput(f"resume={resume}: no such step in {checkpoints}; there are: {there or 'none'}")
+        must_be_whole(folder, f"resume={resume}")
     else:
-        folder = place(resume)
-        if not folder.is_dir():
-            raise BadInput(f"resume={resume}: no such folder; give never, auto, must, a step or a checkpoint folder")
-        if not (folder / MANIFEST).is_file():
-            inside = checkpoint_folders(folder / "checkpoints") or checkpoint_folders(folder)
-            hint = f"; did you mean {inside[0]}?" if inside else ", or it was never completed"
-            raise BadInput(f"resume={resume}: not a checkpoint (no {MANIFEST}){hint}")
-    reason = damage(folder)
-    if reason:
-        raise BadInput(f"resume={resume}: that checkpoint is not usable: {reason}")
+        folder = at_address(resume, f"resume={resume}", "; give never, auto, must, a step or a checkpoint folder")
     step = read_manifest(folder).step
     newer = [
         (path, f"newer than step {step}, which was asked for")
@@ -79,6 +71,27 @@ def choose(checkpoints: Path, resume: str) -> Chosen:
         if _lies_in(folder, checkpoints) and (step_of(path) or 0) > step
     ]
     return Chosen(resume, folder, step, newer)
+
+
+def at_address(address: str, said: str, hint: str = "") -> Path:
+    """The whole checkpoint at ``address``, every byte of it read. BadInput, which begins with ``said``, if there is none."""
+    folder = place(address)
+    with storage_errors("looking at", folder):
+        if not folder.is_dir():
+            raise BadInput(f"{said}: no such folder{hint}")
+        if not (folder / MANIFEST).is_file():
+            inside = checkpoint_folders(folder / "checkpoints") or checkpoint_folders(folder)
+            hint = f"; did you mean {inside[0]}?" if inside else ", or it was never completed"
+            raise BadInput(f"{said}: not a checkpoint (no {MANIFEST}){hint}")
+    must_be_whole(folder, said)
+    return folder
+
+
+def must_be_whole(folder: Path, said: str) -> None:
+    with storage_errors("reading", folder):
+        reason = damage(folder)
+    if reason:
+        raise BadInput(f"{said}: that checkpoint is not usable: {reason}")
 
 
 def adopt(checkpoints: Path, chosen: Chosen) -> list[Path]:

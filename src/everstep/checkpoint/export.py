@@ -21,8 +21,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from everstep.checkpoint.choose import at_address
 from everstep.checkpoint.index import Index
-from everstep.checkpoint.manifest import verify
 from everstep.checkpoint.sharded import CODES, safetensors_header, whole_tensor
 from everstep.checkpoint.storage import (
     CheckpointError,
@@ -85,10 +85,10 @@ def export(checkpoint: str, out: str, adapter: bool = False, critic: bool = Fals
 
     BadInput if the checkpoint is damaged or has no such thing, or if ``out`` holds something.
     """
-    folder, target = place(checkpoint), place(out)
-    verify(folder)
-    if target.exists() and (not target.is_dir() or any(True for _ in target.iterdir())):
-        raise BadInput(f"{out}: holds something already; name a new or empty folder")
+    folder, target = at_address(checkpoint, checkpoint), place(out)
+    with storage_errors("looking at", target):
+        if target.exists() and (not target.is_dir() or any(True for _ in target.iterdir())):
+            raise BadInput(f"{out}: holds something already; name a new or empty folder")
     config = read_config(folder)
     if adapter and not config.lora.rank:
         raise BadInput(f"{checkpoint}: has no adapters (lora.rank is 0); export it without --adapter")

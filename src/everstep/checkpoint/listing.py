@@ -38,17 +38,21 @@ def find(where: str) -> Path:
         return checkpoints_in(at)
     if is_local(at) and (at / "checkpoints").is_dir():
         return at / "checkpoints"
-    if not manifest.checkpoint_folders(at):
+    with storage_errors("looking at", at):
+        found = manifest.checkpoint_folders(at)
+    if not found:
         raise BadInput(f"{where}: neither a run folder nor one with checkpoints (step-N)")
     return at
 
 
 def rows(checkpoints: Path, verify: bool) -> list[Row]:
     """Newest first. ``verify``: every byte is read and its checksum compared; else only names and sizes."""
-    latest = manifest.pointed_at(checkpoints)
+    with storage_errors("looking at", checkpoints):
+        latest, folders = manifest.pointed_at(checkpoints), manifest.checkpoint_folders(checkpoints)
     found = []
-    for folder in manifest.checkpoint_folders(checkpoints):
-        trouble = manifest.damage(folder) if verify else manifest.incomplete(folder)
+    for folder in folders:
+        with storage_errors("reading", folder):
+            trouble = manifest.damage(folder) if verify else manifest.incomplete(folder)
         nbytes, made, layout = 0, None, ""
         try:
             said = manifest.read_manifest(folder)
@@ -83,5 +87,7 @@ def prune(where: str, checkpoints: Path, keep_last: int | None, keep_every: int 
         keep_every = configured.keep_every if keep_every is None else keep_every
     if keep_last < 1:
         raise BadInput(f"--keep-last is {keep_last}; it must be at least 1")
+    if keep_every < 0:
+        raise BadInput(f"--keep-every is {keep_every}; it must be a number of steps, or 0")
     with storage_errors("pruning", checkpoints):
         return [*manifest.retire(checkpoints, keep_last, keep_every), *manifest.sweep(checkpoints, FORGOTTEN_S)]

@@ -43,6 +43,7 @@ from everstep.checkpoint.storage import (
     write_json,
 )
 from everstep.errors import BadInput
+from everstep.paths import within
 
 MANIFEST, POINTER, BEST, RUN_STATE = "manifest.json", "latest", "best", "run.json"
 PARTIAL = ".partial"
@@ -96,14 +97,19 @@ def _entries(checkpoints: Path) -> list[Path]:
 # ---------------------------------------------------------------- saving
 
 
+def working_folder(checkpoints: Path, step: int) -> Path:
+    """Where a save of ``step`` writes: ``step-N.partial``, or ``step-N`` in an object store."""
+    return checkpoints / (folder_name(step) + (PARTIAL if is_local(checkpoints) else ""))
+
+
 def begin(checkpoints: Path, step: int) -> Path:
-    """The empty folder to write into: ``step-N.partial``, or ``step-N`` in an object store; left-overs of saves that died are deleted.
+    """Make the empty folder to write into; left-overs of saves that died are deleted.
 
     Called by the one that publishes, before any rank writes.
     """
+    partial = working_folder(checkpoints, step)
     if not is_local(checkpoints):
-        return checkpoints / folder_name(step)
-    partial = checkpoints / (folder_name(step) + PARTIAL)
+        return partial
     with storage_errors("preparing", partial):
         checkpoints.mkdir(parents=True, exist_ok=True)
         sweep(checkpoints)
@@ -221,9 +227,11 @@ def set_pointer(folder: Path, pointer: str = POINTER) -> None:
 def pointed_at(checkpoints: Path, pointer: str = POINTER) -> Path | None:
     """The folder that ``latest`` (or ``best``) names; None if there is no such pointer yet."""
     try:
-        return checkpoints / read_file(checkpoints / pointer).decode().strip()
+        return checkpoints / within(read_file(checkpoints / pointer).decode().strip())
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise BadInput(f"{checkpoints / pointer}: {error}") from None
 
 
 def retire(checkpoints: Path, keep_last: int, keep_every: int = 0) -> list[Path]:
@@ -259,7 +267,7 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{path}: written by everstep {raw['everstep']} in format {raw['format']}, which is no longer read; start a new run from "
                 f"its weights with model.path={folder / 'hf'}"
             )
-        files = {name: FileEntry(**entry) for name, entry in raw.pop("files").items()}
+        files = {within(name): FileEntry(**entry) for name, entry in raw.pop("files").items()}
         return Manifest(files=files, **raw)
     except FileNotFoundError:
         raise BadInput(f"{folder}: no {MANIFEST}, so the checkpoint is not complete") from None

@@ -1,6 +1,7 @@
 """The state of a process's random number generators: Python's, NumPy's, torch's and, with CUDA, the device's.
 
-everstep's own streams come from (seed, step, micro-batch) and leave nothing behind; these are for user code, rewards for example.
+everstep's own streams come from (seed, step, micro-batch) and leave nothing behind; these are for user code: losses in
+the ranks, stages of a pipeline in the lead.
 """
 
 from __future__ import annotations

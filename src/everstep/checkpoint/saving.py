@@ -1,7 +1,10 @@
 """The lead's side of a save: hand out the work, wait for what the ranks say, complete the checkpoint; all in the background.
 
-    begin -> every rank of every contributing replica copies its share and writes it (everstep.checkpoint.writer)
-          -> receipts, through the run's store -> index, run state, Hugging Face weights -> manifest -> pointer -> retention
+    begin -> every rank of every contributing replica copies its share (everstep.checkpoint.writer)
+          -> the folder is ready -> they write -> receipts, through the run's store -> index, run state, Hugging Face weights
+          -> manifest -> pointer -> retention
+
+Training waits for nothing of this but for the ranks to have taken it up: storage is first asked on the thread of the save.
 
 One save at a time: one that falls due while another is on its way is taken at the first step after that one has ended. A save that
 fails is told and tried again with the state of the then newest step, after a pause that grows; unless checkpoint.on_failure=stop it
@@ -33,7 +36,7 @@ from everstep.checkpoint.storage import (
     storage_errors,
     write_file,
 )
-from everstep.checkpoint.writer import Ticket
+from everstep.checkpoint.writer import Background, Ticket
 from everstep.config.schema import Config
 from everstep.layout import Layout
 from everstep.run_dir import checkpoints_of
@@ -87,7 +90,7 @@ class Saver:
     ) -> None:
         self._config, self._layout, self._events, self._open_store, self._dead = config, layout, events, store, dead
         self.checkpoints = checkpoints_of(config)
-        self._thread: threading.Thread | None = None
+        self._background = Background("save")
         self._attempt: _Attempt | None = None
         self._described: dict[str, bytes] | None = None
         self._failures = 0
@@ -104,7 +107,7 @@ class Saver:
         again = self._again_at is not None and time.monotonic() >= self._again_at
         if not (due or again):
             return False
-        if self._thread is not None:
+        if self._attempt is not None:
             if not self._postponed:
                 self._postponed = True
                 self._tell(f"the checkpoint of step {step} waits for the one before it, which is still being written")
@@ -129,35 +132,48 @@ class Saver:
         return self.checkpoints / manifest.folder_name(step)
 
     def begin(self, run: SavedRun, replicas: int, patient: bool) -> list[Ticket] | None:
-        """A ticket for each of the ``replicas`` that share the work; None if the step has a whole checkpoint already.
+        """A ticket for each of the ``replicas`` that share the work.
 
-        CheckpointError if storage refuses, at once unless ``patient``.
+        ``patient``: storage is asked now, and not in the background. Then None if the step has a whole checkpoint already, and
+        CheckpointError if storage refuses for checkpoint.retry_s.
         """
         self._collect(stop=False)
-        assert self._thread is None, "one save at a time"
-        attempt = _Attempt(run, secrets.token_hex(4), time.monotonic())
+        assert self._attempt is None, "one save at a time"
+        attempt = _Attempt(run, secrets.token_hex(4), manifest.working_folder(self.checkpoints, run.step))
         self._attempt, self._postponed = attempt, False
-        try:
-            patience = self._config.checkpoint.retry_s if patient else 0.0
-            if patiently(lambda at: manifest.existing(at, run.step), self.checkpoints, patience):
-                manifest.set_pointer(self.checkpoint(run.step))
-                self._attempt, self._failures, self._again_at = None, 0, None
+        if patient:
+            try:
+                self._prepare(attempt)
+            except CheckpointError as error:
+                attempt.failure = error
+                self._collect(stop=False)
+                raise
+            if attempt.final is not None:
+                self._collect(stop=False)
                 return None
-            folder = patiently(lambda at: manifest.begin(at, run.step), self.checkpoints, patience)
-        except CheckpointError as error:
-            attempt.failure = error
-            self._collect(stop=False)
-            raise
-        attempt.folder = folder
-        retry_s = self._config.checkpoint.retry_s
-        return [Ticket(attempt.id, run.step, str(folder), replica, replicas, retry_s) for replica in range(replicas)]
+        return [self._ticket(attempt, replica, replicas) for replica in range(replicas)]
+
+    def _ticket(self, attempt: _Attempt, replica: int = 0, replicas: int = 1) -> Ticket:
+        keep = self._config.checkpoint
+        return Ticket(attempt.id, attempt.run.step, str(attempt.folder), replica, replicas, keep.retry_s, keep.timeout_s)
+
+    def _prepare(self, attempt: _Attempt) -> None:
+        """An empty folder, or, as ``attempt.final``, the whole checkpoint that there is of this step already."""
+        step = attempt.run.step
+        attempt.final = self._patiently(attempt, self.checkpoints, partial(_existing, step=step))
+        if attempt.final is None:
+            self._patiently(attempt, self.checkpoints, lambda at: manifest.begin(at, step))
+        attempt.prepared = True
 
     def void(self, cause: str) -> None:
         """The attempt that ``begin`` started was not taken up by all ranks."""
         assert self._attempt is not None
-        with contextlib.suppress(RuntimeError):
-            self._open_store().set(Ticket(self._attempt.id, 0, "", 0, 1, 0.0).void, cause)
+        self._say_void(self._attempt, cause)
         self._attempt = None
+
+    def _say_void(self, attempt: _Attempt, cause: str) -> None:
+        with contextlib.suppress(RuntimeError):  # without a store nobody waits for this
+            self._open_store().set(self._ticket(attempt).void, cause)
 
     def follow(self, writers: Sequence[RankOf], blocked_s: float) -> None:
         """All ranks have taken up the attempt: complete it in the background. ``blocked_s``: what training waited for it so far."""
@@ -165,41 +181,41 @@ class Saver:
         assert attempt is not None
         attempt.blocked_s = blocked_s
         attempt.rng = rng.capture()
-        self._events.emit("save_begin", step=attempt.run.step, path=str(attempt.folder), ranks=len(writers), seconds=blocked_s)
-        self._thread = threading.Thread(target=self._complete, args=(attempt, list(writers)), name="save", daemon=True)
-        self._thread.start()
+        attempt.followed = True
+        self._background.do(lambda: self._complete(attempt, list(writers)))
 
     def wait(self) -> Path | None:
         """Until the save on its way has ended; its checkpoint, None if there was none. Raises its failure, which is then told."""
-        thread, attempt = self._thread, self._attempt
-        if thread is not None:
-            thread.join(self._config.checkpoint.timeout_s + 2 * self._config.checkpoint.retry_s + 60.0)
-            if thread.is_alive():
-                assert attempt is not None
-                attempt.failure = CheckpointError(f"the checkpoint of step {attempt.run.step} did not end (checkpoint.timeout_s)")
-                self._thread = None  # it is left behind
-        self._collect(stop=False)
+        attempt, keep = self._attempt, self._config.checkpoint
         if attempt is None:
             return None
+        if attempt.followed and not attempt.done.wait(keep.timeout_s + 5 * keep.retry_s + 60.0):
+            attempt.failure = CheckpointError(f"the checkpoint of step {attempt.run.step} did not end (checkpoint.timeout_s)")
+            attempt.followed = False  # its thread is left behind
+            self._background.close()
+            self._background = Background("save")
+        self._collect(stop=False)
         if attempt.failure is not None:
             raise attempt.failure
         return attempt.final
 
     def give_up(self) -> None:
         """The run ends: nobody waits for the save on its way."""
-        if self._thread is not None and self._attempt is not None:
+        if self._attempt is not None and self._attempt.followed:
             self._attempt.abandoned.set()
-            self._thread.join(5.0)
+            self._attempt.done.wait(5.0)
+        self._background.close()
 
     def _collect(self, stop: bool = True) -> None:
         """Look at a save that has ended."""
         attempt = self._attempt
-        if attempt is None or (self._thread is not None and self._thread.is_alive()) or not attempt.ended:
+        if attempt is None or not attempt.ended:
             return
-        self._thread = self._attempt = None
+        self._attempt = None
         if attempt.failure is None:
             self._failures, self._again_at = 0, None
-            self._tell(f"saved {attempt.final}")
+            if attempt.published:
+                self._tell(f"saved {attempt.final}")
             return
         self._failures += 1
         lost = isinstance(attempt.failure, WriterLost)
@@ -217,8 +233,23 @@ class Saver:
     # -- in the background --------------------------------------------------------------------------------------------------------
 
     def _complete(self, attempt: _Attempt, writers: list[RankOf]) -> None:
+        self._try_to_complete(attempt, writers)
+        if attempt.failure is not None:
+            self._say_void(attempt, str(attempt.failure))
+        attempt.done.set()
+
+    def _try_to_complete(self, attempt: _Attempt, writers: list[RankOf]) -> None:
         try:
-            attempt.final = self._publish(attempt, self._receipts(attempt, writers))
+            if not attempt.prepared:
+                self._prepare(attempt)
+            if attempt.final is not None:  # a run that went back to an older step makes this one again
+                self._say_void(attempt, "the step has a whole checkpoint already")
+                return
+            self._events.emit("save_begin", step=attempt.run.step, path=str(attempt.folder), ranks=len(writers), seconds=attempt.blocked_s)
+            store = self._open_store()
+            store.set(self._ticket(attempt).ready, "")
+            final = self._publish(attempt, self._receipts(attempt, writers, store))
+            attempt.final, attempt.published = final, True
         except CheckpointError as error:
             attempt.failure = error
         except Exception as error:  # the end of a thread: the recipe's thread raises it or tells it
@@ -226,13 +257,9 @@ class Saver:
                 f"completing the checkpoint of step {attempt.run.step} failed: {type(error).__name__}: {error}. Earlier checkpoints are "
                 "untouched: resume=auto continues there"
             )
-        if attempt.failure is not None:
-            with contextlib.suppress(RuntimeError):
-                self._open_store().set(Ticket(attempt.id, 0, "", 0, 1, 0.0).void, str(attempt.failure))
 
-    def _receipts(self, attempt: _Attempt, writers: list[RankOf]) -> list[Receipt]:
-        store = self._open_store()
-        ticket = Ticket(attempt.id, attempt.run.step, "", 0, 1, 0.0)
+    def _receipts(self, attempt: _Attempt, writers: list[RankOf], store: dist.Store) -> list[Receipt]:
+        ticket = self._ticket(attempt)
         limit = self._config.checkpoint.timeout_s
         end = time.monotonic() + limit
         owed = {ticket.receipt(writer.rank, writer.replica): writer for writer in writers}
@@ -259,7 +286,6 @@ class Saver:
 
     def _publish(self, attempt: _Attempt, receipts: list[Receipt]) -> Path:
         config, run, folder = self._config, attempt.run, attempt.folder
-        assert folder is not None
         if self._described is None:
             self._described = export.described(config)
         written = {name: entry for receipt in receipts for name, entry in receipt.files.items()}
@@ -293,9 +319,10 @@ class Saver:
 class _Attempt:
     """One try of one save."""
 
-    def __init__(self, run: SavedRun, name: str, since: float) -> None:
-        self.run, self.id, self.since = run, name, since
-        self.folder: Path | None = None
+    def __init__(self, run: SavedRun, name: str, folder: Path) -> None:
+        self.run, self.id, self.folder, self.since = run, name, folder, time.monotonic()
+        self.prepared = self.followed = self.published = False
+        self.done = threading.Event()
         self.final: Path | None = None
         self.failure: CheckpointError | None = None
         self.abandoned = threading.Event()
@@ -304,7 +331,16 @@ class _Attempt:
 
     @property
     def ended(self) -> bool:
-        return self.final is not None or self.failure is not None
+        return self.done.is_set() if self.followed else self.final is not None or self.failure is not None
+
+
+def _existing(checkpoints: Path, step: int) -> Path | None:
+    """The whole checkpoint of ``step``, if there is one; ``latest`` names it then."""
+    found = manifest.existing(checkpoints, step)
+    if found is not None:
+        with storage_errors("pointing at", found):
+            manifest.set_pointer(found)
+    return found
 
 
 def _write(path: Path, content: bytes) -> FileEntry:

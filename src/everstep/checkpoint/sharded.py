@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -63,38 +63,52 @@ def my_share(parts: Mapping[str, LogicalState], replica: int, replicas: int) -> 
     return mine
 
 
+class _Content(NamedTuple):
+    """A rectangle in a file. ``dtype``: its name in safetensors; ``offset``: from the first rectangle's."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    dtype: str
+    offset: int
+    nbytes: int
+
+
 class StagedFile:
-    """One file to be, in host memory: header and data in one buffer. Filled by ``copy``, then sealed by ``finish``."""
+    """One file to be, in host memory: header and data in one buffer. Filled by ``copy``, which ``release`` ends, sealed by ``finish``."""
 
     def __init__(self, name: str, fragments: Sequence[Fragment], allocate: Callable[[int], Tensor]) -> None:
-        self.name, self.fragments = name, list(fragments)
-        offsets, at = [], 0
-        for fragment in self.fragments:
-            offsets.append(at)
-            at += fragment.tensor.numel() * fragment.tensor.element_size()
-        self._offsets = offsets
-        self._start = len(self._header(["0" * 16] * len(self.fragments)))
+        self.name, self._sources = name, [fragment.tensor for fragment in fragments]
+        self._contents: list[_Content] = []
+        at = 0
+        for fragment in fragments:
+            nbytes = fragment.tensor.numel() * fragment.tensor.element_size()
+            self._contents.append(_Content(fragment.name, fragment.shape, fragment.box, CODES[fragment.tensor.dtype], at, nbytes))
+            at += nbytes
+        self._start = len(self._header(["0" * 16] * len(self._contents)))
         self.whole_buffer = allocate(self._start + at)  # uint8, on the host; may be longer
         self.buffer = self.whole_buffer[: self._start + at]
 
     def copy(self) -> None:
         """The fragments' present bytes; from a device, on the current stream, not waiting for it."""
-        for fragment, offset in zip(self.fragments, self._offsets, strict=True):
-            source = fragment.tensor.reshape(-1).view(torch.uint8)
-            self.buffer[self._start + offset : self._start + offset + len(source)].copy_(source, non_blocking=True)
+        for tensor, of in zip(self._sources, self._contents, strict=True):
+            low = self._start + of.offset
+            self.buffer[low : low + of.nbytes].copy_(tensor.reshape(-1).view(torch.uint8), non_blocking=True)
+
+    def release(self) -> None:
+        """The copies are made: forget where they came from."""
+        self._sources = []
 
     def finish(self) -> tuple[memoryview, list[dict[str, Any]]]:
         """(the file's content, its rectangles for the index)."""
         content = self.buffer.numpy().data
         entries, digests = [], []
-        for fragment, offset in zip(self.fragments, self._offsets, strict=True):
-            nbytes = fragment.tensor.numel() * fragment.tensor.element_size()
-            low = self._start + offset
-            digests.append(xxhash.xxh3_64_hexdigest(content[low : low + nbytes]))
+        for of in self._contents:
+            low = self._start + of.offset
+            digests.append(xxhash.xxh3_64_hexdigest(content[low : low + of.nbytes]))
             entries.append({
-                "name": fragment.name, "dtype": CODES[fragment.tensor.dtype], "shape": list(fragment.shape),
-                "box": [fragment.box.row, fragment.box.rows, fragment.box.col, fragment.box.cols],
-                "offset": low, "nbytes": nbytes, "xxh3_64": digests[-1],
+                "name": of.name, "dtype": of.dtype, "shape": list(of.shape),
+                "box": [of.box.row, of.box.rows, of.box.col, of.box.cols], "offset": low, "nbytes": of.nbytes, "xxh3_64": digests[-1],
             })  # fmt: skip
         header = self._header(digests)
         content[: len(header)] = header
@@ -103,13 +117,9 @@ class StagedFile:
     def _header(self, digests: Sequence[str]) -> bytes:
         described: dict[str, Any] = {}
         checks: dict[str, str] = {}
-        for fragment, offset, check in zip(self.fragments, self._offsets, digests, strict=True):
-            name = rectangle_name(fragment.name, fragment.box)
-            nbytes = fragment.tensor.numel() * fragment.tensor.element_size()
-            described[name] = {
-                "dtype": CODES[fragment.tensor.dtype], "shape": [fragment.box.rows, fragment.box.cols],
-                "data_offsets": [offset, offset + nbytes],
-            }  # fmt: skip
+        for of, check in zip(self._contents, digests, strict=True):
+            name = rectangle_name(of.name, of.box)
+            described[name] = {"dtype": of.dtype, "shape": [of.box.rows, of.box.cols], "data_offsets": [of.offset, of.offset + of.nbytes]}
             checks[f"xxh3_64 {name}"] = check
         return safetensors_header(described, checks)
 

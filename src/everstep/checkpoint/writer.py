@@ -1,8 +1,9 @@
 """One rank's side of a save: copy what it is to write to host memory, while the next step computes; write that in the background.
 
 Between two commits a rank's state does not change, so the copy runs beside forward and backward and must be done before the
-optimizer is applied, or the state moves to other memory (``RankWriter.settle``). What was written, or why it could not be, the
-rank says through the run's store, where the lead waits for it (``everstep.checkpoint.saving``).
+optimizer is applied, or the state moves to other memory (``RankWriter.settle``). The rank writes once the lead has said that the
+folder is ready. What was written, or why it could not be, it says through the run's store, where the lead waits for it
+(``everstep.checkpoint.saving``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -28,12 +30,14 @@ from everstep.errors import DeadlineExceeded
 from everstep.telemetry.events import EventLog
 
 WRITERS = 4  # files of one rank that are written at a time
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True)
 class Ticket:
     """One attempt to save. ``folder``: address to write into; ``replica`` of ``replicas`` numbers those that share the work, not
-    the replicas of the view; ``retry_s`` (checkpoint.retry_s): how long a rank tries again what storage refuses."""
+    the replicas of the view; ``retry_s`` (checkpoint.retry_s): how long a rank tries again what storage refuses; ``timeout_s``
+    (checkpoint.timeout_s): how long it waits until the folder is ready."""
 
     id: str
     step: int
@@ -41,6 +45,12 @@ class Ticket:
     replica: int
     replicas: int
     retry_s: float
+    timeout_s: float
+
+    @property
+    def ready(self) -> str:
+        """The store's key that says that the folder is there, and ranks may write into it."""
+        return f"save/{self.id}/ready"
 
     @property
     def void(self) -> str:
@@ -52,19 +62,54 @@ class Ticket:
         return f"save/{self.id}/{self.replica if replica is None else replica}/{rank}"
 
 
+class Background:
+    """A thread that does one job after the other. It is there before the first one comes: whoever starts a thread waits until it runs,
+    which is as long as others please to keep the interpreter, or the cores."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def _serve(self) -> None:
+        while job := self._jobs.get():
+            job()
+
+    def do(self, job: Callable[[], None]) -> None:
+        """After those before it. ``job`` raises nothing."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """The thread ends after its last job; nobody waits for that."""
+        self._jobs.put(None)
+
+
+@dataclass
+class _Job:
+    """A save as its thread has it. ``buffers``: host memory to be used; ``next_buffers``: what was, for the next save."""
+
+    ticket: Ticket
+    rank: int
+    parts: dict[str, Callable[[], LogicalState]]
+    scalars: dict[str, dict[str, Any]]
+    rng: dict[str, Tensor]
+    computed: torch.cuda.Event | None  # of the stream that made the state
+    buffers: list[Tensor]
+    next_buffers: list[Tensor] = field(default_factory=list)
+    staged: threading.Event = field(default_factory=threading.Event)  # nothing reads the state any more
+    stop: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)  # nothing reads the buffers any more
+
+
 class RankWriter:
     """Saves of one rank, one at a time. ``store``: opens a connection to the run's store, for a thread of its own."""
 
     def __init__(self, store: Callable[[], dist.Store], device: torch.device, events: EventLog) -> None:
         self._open_store, self._device, self._events = store, device, events
-        self._staged = threading.Event()
-        self._staged.set()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._buffers: list[Tensor] = []  # host memory of the save before, to be used again
+        self._background = Background("checkpoint")
+        self._job: _Job | None = None  # the newest, over or not
 
     def begin(
-        self, ticket: Ticket, rank: int, parts: Mapping[str, LogicalState], scalars: Mapping[str, Mapping[str, Any]],
+        self, ticket: Ticket, rank: int, parts: Mapping[str, Callable[[], LogicalState]], scalars: Mapping[str, Mapping[str, Any]],
         rng: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
         """Start to save ``parts`` (and their ``scalars``), of which this rank writes its share. An attempt before this one is over.
@@ -73,38 +118,32 @@ class RankWriter:
         """
         for part, values in scalars.items():
             check_scalar(part, dict(values))
-        self._stop.set()
-        if self._thread is not None and self._thread.is_alive():
+        before, buffers = self._job, []
+        if before is not None and before.done.is_set():
+            buffers = before.next_buffers
+        elif before is not None:  # it may hang in storage, and write from its buffers still
+            before.stop.set()
             self.settle(60.0)
-            self._buffers = []  # the attempt before may still write from them
-        share = my_share(parts, ticket.replica, ticket.replicas)
-        share += [
-            Fragment(f"rng/{ticket.replica}.{rank}/{library}", (len(state),), Box(0, len(state), 0, 1), state, 1, 0)
-            for library, state in rng.items()
-        ]
-        files = staged_files(share, f"{ticket.id}-{ticket.replica}.{rank:03d}", self._allocator())
-        self._buffers = [file.whole_buffer for file in files]
-        ready: torch.cuda.Event | None = None
+            self._background.close()
+            self._background = Background("checkpoint")
+        computed: torch.cuda.Event | None = None
         if self._device.type == "cuda":
-            ready = torch.cuda.Event()
-            ready.record(torch.cuda.current_stream(self._device))
-        self._staged, self._stop = threading.Event(), threading.Event()
-        copied = {part: dict(values) for part, values in scalars.items()}
-        self._thread = threading.Thread(
-            target=self._run, args=(ticket, rank, files, copied, ready, self._staged, self._stop), name="checkpoint", daemon=True
-        )
-        self._thread.start()
+            computed = torch.cuda.Event()
+            computed.record(torch.cuda.current_stream(self._device))
+        job = _Job(ticket, rank, dict(parts), {part: dict(values) for part, values in scalars.items()}, dict(rng), computed, buffers)
+        self._job = job
+        self._background.do(lambda: self._run(job))
 
     def settle(self, timeout_s: float) -> float:
         """Wait until nobody reads the state any more; returns the seconds waited. DeadlineExceeded after ``timeout_s``."""
         start = time.monotonic()
-        if not self._staged.wait(timeout_s):
+        if self._job is not None and not self._job.staged.wait(timeout_s):
             raise DeadlineExceeded(f"the copy of this rank's state for a checkpoint is not done after {timeout_s:g} s")
         return time.monotonic() - start
 
-    def _allocator(self) -> Callable[[int], Tensor]:
+    def _allocator(self, free: list[Tensor]) -> Callable[[int], Tensor]:
         """New memory is slow to get, page-locked memory most of all; so that of the save before is used again."""
-        free = sorted(self._buffers, key=len)
+        free = sorted(free, key=len)
 
         def allocate(nbytes: int) -> Tensor:
             for index, buffer in enumerate(free):
@@ -114,43 +153,57 @@ class RankWriter:
 
         return allocate
 
-    def _run(
-        self, ticket: Ticket, rank: int, files: list[StagedFile], scalars: dict[str, dict[str, Any]], ready: torch.cuda.Event | None,
-        staged: threading.Event, stop: threading.Event,
-    ) -> None:  # fmt: skip
+    def _run(self, job: _Job) -> None:
         said: str
         try:
             try:
-                self._copy(files, ready)
+                files = self._stage(job)
             finally:
-                staged.set()
-            said = self._write(ticket, rank, files, scalars, stop).to_json()
+                job.parts.clear()  # a replica that breaks now needs the memory of its state for another one
+                job.staged.set()
+            said = self._write(job, files).to_json()
         except Exception as error:  # the end of a thread: the lead is told, and decides what it means
-            said = json.dumps({"error": f"rank {rank}: {error}" if str(error) else f"rank {rank}: {type(error).__name__}"})
+            said = json.dumps({"error": f"rank {job.rank}: {str(error) or type(error).__name__}"})
+        job.done.set()
         with contextlib.suppress(RuntimeError, OSError):  # without the store, and so without the lead, nobody waits
-            self._open_store().set(ticket.receipt(rank), said)
+            self._open_store().set(job.ticket.receipt(job.rank), said)
 
-    def _copy(self, files: Iterable[StagedFile], ready: torch.cuda.Event | None) -> None:
-        if ready is None:
+    def _stage(self, job: _Job) -> list[StagedFile]:
+        """The files that this rank is to write, their data copied."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a thread begins with the first one, and page-locked memory belongs to the present one
+        ticket = job.ticket
+        share = my_share({part: make() for part, make in job.parts.items()}, ticket.replica, ticket.replicas)
+        share += [
+            Fragment(f"rng/{ticket.replica}.{job.rank}/{library}", (len(state),), Box(0, len(state), 0, 1), state, 1, 0)
+            for library, state in job.rng.items()
+        ]
+        files = staged_files(share, f"{ticket.id}-{ticket.replica}.{job.rank:03d}", self._allocator(job.buffers))
+        job.next_buffers += [file.whole_buffer for file in files]
+        self._copy(files, job.computed)
+        for file in files:
+            file.release()
+        return files
+
+    def _copy(self, files: Iterable[StagedFile], computed: torch.cuda.Event | None) -> None:
+        if computed is None:
             for file in files:
                 file.copy()
             return
         stream = torch.cuda.Stream(self._device)
-        stream.wait_event(ready)
+        stream.wait_event(computed)
         with torch.cuda.stream(stream):
             for file in files:
                 file.copy()
         stream.synchronize()
 
-    def _write(
-        self, ticket: Ticket, rank: int, files: list[StagedFile], scalars: dict[str, dict[str, Any]], stop: threading.Event
-    ) -> Receipt:
-        store = self._open_store()
+    def _write(self, job: _Job, files: list[StagedFile]) -> Receipt:
+        store, ticket, rank, stop = self._open_store(), job.ticket, job.rank, job.stop
+        _await_folder(store, ticket, stop)
         folder = place(ticket.folder)
 
         def write(file: StagedFile) -> tuple[FileEntry, list[dict[str, Any]]]:
-            if stop.is_set() or store.check([ticket.void]):
-                raise CheckpointError(f"the save of step {ticket.step} was given up")
+            _unless_given_up(store, ticket, stop)
             content, rectangles = file.finish()
             note = lambda text: self._events.emit("save_retried", step=ticket.step, rank=rank, cause=text)
 
@@ -166,5 +219,19 @@ class RankWriter:
             rank, ticket.replica,
             {file.name: entry for file, (entry, _) in zip(files, written, strict=True)},
             {file.name: rectangles for file, (_, rectangles) in zip(files, written, strict=True)},
-            scalars,
+            job.scalars,
         )  # fmt: skip
+
+
+def _await_folder(store: dist.Store, ticket: Ticket, stop: threading.Event) -> None:
+    end = time.monotonic() + ticket.timeout_s
+    while not store.check([ticket.ready]):
+        _unless_given_up(store, ticket, stop)
+        if time.monotonic() > end:
+            raise CheckpointError(f"{ticket.folder} was not ready after {ticket.timeout_s:g} s (checkpoint.timeout_s)")
+        stop.wait(_POLL_S)
+
+
+def _unless_given_up(store: dist.Store, ticket: Ticket, stop: threading.Event) -> None:
+    if stop.is_set() or store.check([ticket.void]):
+        raise CheckpointError(f"the save of step {ticket.step} was given up")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -73,12 +73,12 @@ class Island(Versioned):
             **{f"momentum/{name}": t for name, t in self.outer.momenta.items()},
         }  # fmt: skip
 
-    def logical(self, replica: int) -> dict[str, LogicalState]:
+    def logical(self, replica: int) -> dict[str, Callable[[], LogicalState]]:
         """What a checkpoint holds of it: what all replicas share, and what this one has for itself."""
         shared = {name: t for name, t in self.tensors().items() if name.startswith(("global/", "momentum/", "reference/"))}
+        agreed = self.engine.logical_state(shared, ["global", *["momentum"] * bool(self.outer.momenta)])
         own = self.engine.logical_state(self._copy)
-        own.of_one_replica = True
-        return {"model": self.engine.logical_state(shared, ["global", *["momentum"] * bool(self.outer.momenta)]), f"island-{replica}": own}
+        return {"model": agreed, f"island-{replica}": lambda: dataclasses.replace(own(), of_one_replica=True)}
 
     def scalars(self) -> dict[str, Any]:
         return self.engine.state_scalars() | {"adam_step": self._adam_step, "outer_steps": self.outer.synced}

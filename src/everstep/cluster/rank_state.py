@@ -63,8 +63,8 @@ class WholeState(Versioned):
         critic = self.critic.state(frozen) if self.critic else {}
         return self.engine.state(frozen) | {CRITIC_PREFIX + name: tensor for name, tensor in critic.items()}
 
-    def logical(self, replica: int) -> dict[str, LogicalState]:
-        """What a checkpoint holds of it, by part."""
+    def logical(self, replica: int) -> dict[str, Callable[[], LogicalState]]:
+        """What a checkpoint holds of it, by part; to be called by whoever needs it, in the background for example."""
         return {"model": self.engine.logical_state()} | ({"critic": self.critic.logical_state()} if self.critic else {})
 
     def scalars(self) -> dict[str, Any]:

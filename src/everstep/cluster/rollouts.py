@@ -66,7 +66,7 @@ class Rollouts:
         view = controller.server.coordinator.view
         member = view.member(view.contributors[0])
         assert member is not None
-        called, life = [(worker, member) for worker in member.workers], (member.replica, member.build)
+        called, life = [(worker, member) for worker in member.workers], controller.server.meant_for(member)
         calls = {
             controller._host.submit(worker, life, "send_weights", dict(streams), view.committed, kind): index
             for index, worker in enumerate(member.workers)

@@ -26,13 +26,15 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """``server()``: the coordinator's, once there is one; ``place(worker)``: (replica, rank); ``spares()``: how many are warm."""
+    """``server()``: the coordinator's, once there is one; ``place(worker)``: (replica, rank); ``spares()``: how many are warm;
+    ``leave(worker, cause)``: it is to leave at a step boundary."""
 
     def __init__(
         self, config: Config, run_dir: RunDir, events: EventLog, host: Host, server: Callable[[], CoordinatorServer | None],
-        place: Callable[[str], tuple[int, int]], spares: Callable[[], int],
+        place: Callable[[str], tuple[int, int]], spares: Callable[[], int], leave: Callable[[str, str], None],
     ):
         self._config, self._events, self._host, self._server, self._place, self._spares = config, events, host, server, place, spares
+        self._leave = leave
         self._run_dir = run_dir
         self._stragglers = Stragglers(config.watch.straggler_ratio, config.watch.straggler_for_s)
         self._post_mortem = PostMortem(events, str(run_dir.path))
@@ -62,20 +64,19 @@ class Watch:
     # -- steps -----------------------------------------------------------------------------------------------------------------------
 
     def step(self, step: int, reports: Mapping[tuple[str, Member], StepReport], view: View) -> None:
-        """Who was slow in a step that nothing disturbed. A straggler is replaced between two steps, if that is wanted and can be."""
+        """Who was slow in a step that nothing disturbed. A straggler is asked to leave, if that is wanted and can be: nothing is redone."""
         if any(report.attempts > 1 or "heal" in report.seconds for report in reports.values()):
             return
         timed = {
             worker: Timed(member.replica, member.workers.index(worker), report.seconds, report.slots_dealt)
             for (worker, member), report in reports.items() if view.member(member.replica) == member
         }
-        server = self._server()
         for slow in self._stragglers.step(time.monotonic(), timed):
-            replace = server is not None and self._config.watch.replace_stragglers and self._spares() > 0
+            replace = self._config.watch.replace_stragglers and self._spares() > 0
             self._events.emit("straggler", step=step, replica=slow.replica, rank=slow.rank, phase=slow.phase, ratio=slow.ratio,
                               excess_s=slow.excess_s, since_s=slow.since_s, worker=slow.worker, action="replaced" if replace else "reported")
-            if replace and server:
-                server.expel(slow.worker, f"straggler: {slow.phase} takes {slow.ratio:.2f} times that of its peers, for {slow.since_s:.0f} s")
+            if replace:
+                self._leave(slow.worker, f"straggler: {slow.phase} takes {slow.ratio:.2f} times that of its peers, for {slow.since_s:.0f} s")
 
     def evict_corrupt(self, view: View, ranks: Sequence[Rank], hashes: Sequence[tuple[int | None, str]]) -> bool:
         """Whether ranks were evicted because their state differs from that of most replicas; then who is left must be compared again."""

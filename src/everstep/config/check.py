@@ -58,13 +58,7 @@ def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> deriv
     _check_schedule(config, sizes)
     _check_recipe(config)
     rollouts.check(config)
-    if config.checkpoint.keep_best and not config.data.eval_source:
-        raise ConfigError("checkpoint.keep_best=true needs held-out data to find the best by: set data.eval_source, or checkpoint.keep_best=false")
-    if config.recovery.memory_checkpoint_every and config.recipe in ("grpo", "ppo") and max(map(sizes.updates_of, range(1, config.rl.iterations + 1))) > 1:
-        raise ConfigError(
-            f"recovery.memory_checkpoint_every={config.recovery.memory_checkpoint_every} may lead back into the middle of an iteration of "
-            f"several updates, whose samples are gone by then; use recipe={config.recipe} with one update per iteration, or set it to 0"
-        )
+    _check_validation(config)
     _check_faults(config, sizes, environ)
     if config.engine.sequence_parallel and sizes.layout.tp == 1:
         raise ConfigError(
@@ -224,6 +218,17 @@ def _check_port(port: int) -> None:
             raise BadInput(
                 f"local.port={port} cannot be used on this machine: {e.strerror}; choose another, or 0 for a free one"
             ) from e
+
+
+def _check_validation(config: Config) -> None:
+    checkpoint, rl = config.checkpoint, derive.is_rl(config)
+    if checkpoint.keep_best and not config.data.eval_source:
+        raise ConfigError("checkpoint.keep_best=true needs held-out data to find the best by: set data.eval_source, or checkpoint.keep_best=false")
+    if checkpoint.best_by != "accuracy" and not (rl and checkpoint.keep_best):
+        raise ConfigError(f"checkpoint.best_by={checkpoint.best_by} says what checkpoint.keep_best=true keeps in RL; set that, or leave it out")
+    section = "rl" if rl else config.recipe
+    if (every := getattr(config, section).eval_every) and not config.data.eval_source:
+        raise ConfigError(f"{section}.eval_every={every} needs held-out data: set data.eval_source, or {section}.eval_every=0")
 
 
 # ---------------------------------------- recovery
@@ -403,6 +408,8 @@ def _check_recipe(config: Config) -> None:
             f"recipe={config.recipe} with data.format={config.data.format}: pairs are for recipe=dpo, and it takes nothing else; set "
             "recipe=dpo and data.format=preference, or neither"
         )
+    if config.recipe == "dpo" and config.dpo.label_smoothing and config.dpo.loss != "sigmoid":
+        raise ConfigError(f"dpo.label_smoothing={config.dpo.label_smoothing} belongs to dpo.loss=sigmoid (it is {config.dpo.loss}); set it to 0")
     if not derive.is_rl(config):
         return
     rl, warmup = config.rl, config.warmup
@@ -421,8 +428,6 @@ def _check_recipe(config: Config) -> None:
         )
     if warmup.steps and not warmup.source:
         raise ConfigError(f"warmup.steps={warmup.steps} needs data: set warmup.source, or warmup.steps=0")
-    if rl.eval_every and not config.data.eval_source:
-        raise ConfigError(f"rl.eval_every={rl.eval_every} needs held-out data: set data.eval_source, or rl.eval_every=0")
     _check_loss(config)
 
 

@@ -12,9 +12,14 @@ from everstep.config.section import Section
 class DpoConfig(Section):
     """Direct preference optimisation (recipe=dpo, arXiv 2305.18290)."""
 
+    loss: Literal["sigmoid", "hinge", "ipo"] = Field(
+        "sigmoid",
+        description="Of a pair's margin: `sigmoid` (DPO), `hinge` (RSO, arXiv 2309.06657), or `ipo` (arXiv 2310.12036: the square of its distance from "
+        "a target, so that it is not pushed on). Formulas: docs/algorithms.md.",
+    )
     beta: float = Field(0.1, gt=0, description="How strongly the policy is held to the reference model: the factor of log-ratios in the loss.")
     label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="Assumed probability that a preference is the wrong way round (conservative DPO)."
+        0.0, ge=0, lt=0.5, description="Assumed probability that a preference is the wrong way round (conservative DPO; dpo.loss=sigmoid)."
     )
     pairs_per_step: int = Field(16, ge=1, description="Pairs of one optimizer step, over all replicas; each is two sequences.")
     steps: int = Field(100, ge=1, description="Optimizer steps.")

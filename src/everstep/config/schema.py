@@ -250,8 +250,9 @@ class SftConfig(Section):
     samples_per_step: int = Field(16, ge=1, description="Samples of one optimizer step, over all replicas.")
     steps: int = Field(100, ge=1, description="Optimizer steps.")
     eval_every: int = Field(
-        0, ge=0, description="Steps between evaluations on data.eval_source; 0: only after the last."
+        0, ge=0, description="Steps between evaluations on data.eval_source; 0: only before the first and after the last."
     )
+    eval_before: bool = Field(True, description="Evaluate on data.eval_source, if there is one, before the first step.")
     eval_samples: int = Field(128, ge=1, description="Samples of one evaluation (the first ones of the held-out data).")
 
 
@@ -358,8 +359,13 @@ class CheckpointConfig(Section):
     )
     keep_best: bool = Field(
         False,
-        description="Save after each evaluation that is better than all before it (RL: accuracy; SFT: loss), and keep that checkpoint, which "
-        "`checkpoints/best` names, besides checkpoint.keep_last.",
+        description="Save after each evaluation that is better than all before it (RL: see checkpoint.best_by; SFT, DPO: loss), and keep that "
+        "checkpoint, which `checkpoints/best` names, besides checkpoint.keep_last.",
+    )
+    best_by: Literal["accuracy", "reward"] = Field(
+        "accuracy",
+        description="What the best is in RL: `accuracy`, the share of held-out completions whose reward is at least 1, or their mean `reward`, for "
+        "rewards of another scale.",
     )
 
 

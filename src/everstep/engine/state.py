@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -270,9 +270,11 @@ def state_views(
 def logical(
     views: Mapping[str, Tensor], trained: Sequence[str], slots: Sequence[Slot], table: list[Piece], adapters: list[Piece],
     arch: Architecture, sharded: bool,
-) -> LogicalState:  # fmt: skip
+) -> Callable[[], LogicalState]:  # fmt: skip
     """``views``, named as in ``state_views`` and without what LoRA freezes, as rectangles of logical tensors. ``trained``: the kinds of
-    views that every trained parameter has; a reference model is seen by itself."""
+    views that every trained parameter has; a reference model is seen by itself.
+
+    The rectangles are made by what is returned, which any thread may call, whatever has become of the process groups by then."""
     adapted = {piece.local for piece in adapters}
     reference = any(name.startswith("reference/") for name in views)
 
@@ -287,7 +289,7 @@ def logical(
         (mpu.get_data_parallel_world_size(with_context_parallel=True), mpu.get_data_parallel_rank(with_context_parallel=True)),
         (mpu.get_expert_data_parallel_world_size(), mpu.get_expert_data_parallel_rank()),
     )  # fmt: skip
-    return logical_state(views, slots, table + adapters, kinds, arch, sharded, place)
+    return lambda: logical_state(views, slots, table + adapters, kinds, arch, sharded, place)
 
 
 def adam_step(slots: list[Slot]) -> int:

@@ -449,8 +449,8 @@ class Engine:
             views = rank_state.state_views(self._ddps, self._slots, kept, frozen)
             return {name: self._residence.view(tensor) for name, tensor in views.items()}
 
-    def logical_state(self, views: Mapping[str, Tensor] | None = None, kinds: Sequence[str] | None = None) -> LogicalState:
-        """``views`` (None: ``state(frozen=False)``) as parts of whole tensors. ``kinds``: those that every trained parameter has."""
+    def logical_state(self, views: Mapping[str, Tensor] | None = None, kinds: Sequence[str] | None = None) -> Callable[[], LogicalState]:
+        """``views`` (None: ``state(frozen=False)``) as parts of whole tensors; any thread may call it. ``kinds``: of each trained parameter."""
         views, kinds = views or self.state(frozen=False), kinds or ["param", *["master"] * self._megatron.bf16, "exp_avg", "exp_avg_sq"]
         made_of = self._slots, self._table, self._adapters, self.arch, self.config.engine.distributed_optimizer
         return rank_state.logical(views, kinds, *made_of)

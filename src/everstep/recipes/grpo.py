@@ -34,6 +34,9 @@ from everstep.telemetry.console import Completion
 #: Metrics of the standard stages' seconds (verl's names); those of others are ``stage_s/NAME``.
 TIMINGS = {"rollout": "gen", "reward": "reward", "ref_logprob": "ref", "old_logprob": "old_log_prob", "values": "values", "advantages": "adv",
            "update_actor": "update_actor", "update_critic": "update_critic"}
+#: Of an evaluation, and which of them says what is best (``checkpoint.best_by``).
+ACCURACY, REWARD = "val-core/acc/mean@1", "val-core/reward/mean@1"
+BEST_BY = {"accuracy": ACCURACY, "reward": REWARD}
 
 
 def train(run: Run) -> None:
@@ -71,8 +74,9 @@ def iterate(run: Run, reward: Scorer) -> None:
         group.call("pass_through", "keep_reference")
         has_reference = True
     if run.data.eval and rl.eval_before and iteration == 0 and record is None:
-        run.summary["accuracy_before"] = evaluate(run, reward)
-        run.log(group.committed_step, {"val-core/acc/mean@1": run.summary["accuracy_before"]})
+        before = evaluate(run, reward)
+        run.summary["accuracy_before"] = before[ACCURACY]
+        run.log(group.committed_step, before)
 
     if config.semisync.method != "none":
         islands(run, prompts, reward, iteration, has_reference)
@@ -80,7 +84,9 @@ def iterate(run: Run, reward: Scorer) -> None:
 
     ahead: deque[TrainingBatch] = deque()  # prompts of the iterations after this one, whose samples are being generated
     folder, digest = run.folder / "iterations", settings_digest(config)
-    saved: list[dict[str, Response]] = group.once(ahead_files.read, folder, group.committed_step, digest, run.note) if config.rollout.max_staleness else []
+    saved: list[dict[str, Response]] = []
+    if config.rollout.max_staleness and record is None:  # else the next samples are complete, and prompts go on after them
+        saved = group.once(ahead_files.read, folder, group.committed_step, digest, run.note)
     for begun in saved[: rl.iterations - iteration]:  # a run that resumes goes on with what engines had made when it was saved
         ahead.append(next_prompts(run, prompts, rl.prompts_per_step))
         group.rollout_ahead(ahead[-1], Sampling.for_training(config), begun)
@@ -128,22 +134,25 @@ def iterate(run: Run, reward: Scorer) -> None:
         metrics |= {"training/iteration": float(iteration), "training/pass": prompts.trained / prompts.size}
         metrics["timing_s/step"] = watch.wall
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / watch.wall
-        accuracy = None
+        held_out: dict[str, float] = {}
         if run.data.eval and (iteration == rl.iterations or (rl.eval_every and iteration % rl.eval_every == 0)):
-            accuracy = run.summary["accuracy_after"] = metrics["val-core/acc/mean@1"] = evaluate(run, reward)
+            held_out = evaluate(run, reward)
+            run.summary["accuracy_after"] = held_out[ACCURACY]
             watch.lap("timing_s/testing")
-        run.log(began_at, metrics | watch.seconds, show_at=iteration)
+        run.log(began_at, metrics | held_out | watch.seconds, show_at=iteration)
         run.completions(some_completions(samples, config.telemetry.show_completions))
         run.sample_table(began_at, iteration, samples)
         run.verify_if_due()
-        if accuracy is not None:
-            run.save_if_best(accuracy, state)
+        if held_out:
+            run.save_if_best(held_out[BEST_BY[config.checkpoint.best_by]], state)
         if config.rollout.max_staleness:
             group.once(ahead_files.write, folder, began_at, digest, [group.rollout_so_far(batch) for batch in ahead])
         run.save_if_due(state, last=iteration == rl.iterations)
-        group.once(records.retire)
+        group.once(records.retire, iteration + 1, may_go_back_to(run))
         if config.rollout.max_staleness:
             group.once(ahead_files.retire, folder, checkpoints_of(config), began_at)
+    if config.recovery.memory_checkpoint_every:  # else nothing is left
+        run.when_done = lambda: group.once(records.retire, rl.iterations + 1, group.committed_step)
 
 
 def next_prompts(run: Run, prompts: SampleStream, count: int) -> TrainingBatch:
@@ -159,10 +168,10 @@ def interrupted(run: Run, records: IterationRecords, iteration: int, began_at: i
     """The record of the iteration that this run goes on with; None if the iteration begins anew."""
     if run.group.bookmarked and iteration > 1:  # this life joins others that are behind an iteration, and looked long ago
         if run.config.semisync.method == "none":
-            run.group.once(records.retire)  # what comes next in the loop that they are in
+            run.group.once(records.retire, iteration, may_go_back_to(run))  # what comes next in the loop that they are in
         return None
     record: IterationRecord | None = run.group.once(records.find, iteration, began_at, settings_digest(run.config), run.note)
-    run.group.once(records.retire, record.iteration if record else None)
+    run.group.once(records.retire, iteration, may_go_back_to(run))
     done = run.group.committed_step - began_at
     if record:
         run.note(f"iteration {iteration} goes on with its {len(record.samples)} samples, after {done} of its updates")
@@ -174,11 +183,16 @@ def interrupted(run: Run, records: IterationRecords, iteration: int, began_at: i
     return record
 
 
+def may_go_back_to(run: Run) -> int:
+    """A step before the oldest that a death may lead back to: of the two copies that a rank has, one may have been cut short by it."""
+    return run.group.committed_step - 2 * run.config.recovery.memory_checkpoint_every
+
+
 def islands(run: Run, prompts: SampleStream, reward: Scorer, iteration: int, has_reference: bool) -> None:
     """Semi-synchronous: each replica makes rollouts of its own prompts with its own weights, and an update from them, some iterations
     long; then weights are synchronised. Metrics are means over the iterations of a round."""
     config, rl, inner = run.config, run.config.rl, run.inner_steps
-    state = lambda: {"prompts": prompts.state_dict(), "iteration": iteration, "reference": has_reference, "kl_coef": rl.kl_coef}
+    state = lambda: {"prompts": prompts.state_dict(), "iteration": iteration, "reference": has_reference, "kl_coef": rl.kl_coef, "best": run.best}
     run.start(rl.iterations, "iteration", iteration)
     while iteration < rl.iterations:
         watch = Stopwatch()
@@ -194,11 +208,15 @@ def islands(run: Run, prompts: SampleStream, reward: Scorer, iteration: int, has
         metrics = step_metrics(result, "actor", inner) | {
             "training/iteration": float(iteration), "training/inner_step": float(iteration), "training/pass": prompts.trained / prompts.size,
         }  # fmt: skip
+        held_out: dict[str, float] = {}
         if run.data.eval and (iteration == rl.iterations or (rl.eval_every and iteration // rl.eval_every > (iteration - inner) // rl.eval_every)):
-            run.summary["accuracy_after"] = metrics["val-core/acc/mean@1"] = evaluate(run, reward)
+            held_out = evaluate(run, reward)
+            run.summary["accuracy_after"] = held_out[ACCURACY]
             watch.lap("timing_s/testing")
-        run.log(result.step, metrics | watch.seconds, show_at=iteration)
+        run.log(result.step, metrics | held_out | watch.seconds, show_at=iteration)
         run.verify_if_due()
+        if held_out:
+            run.save_if_best(held_out[BEST_BY[config.checkpoint.best_by]], state)
         run.save_if_due(state, last=iteration == rl.iterations)
 
 
@@ -223,13 +241,14 @@ def warm_up(run: Run, state: Callable[[], dict[str, Any]]) -> None:
         run.save_if_due(state)
 
 
-def evaluate(run: Run, reward: Scorer) -> float:
-    """Share of held-out prompts whose (greedy) completion is right: a reward of at least 1."""
+def evaluate(run: Run, reward: Scorer) -> dict[str, float]:
+    """Of the completions (greedy unless rollout.eval_temperature) of the held-out prompts: the share that is right, which means a reward of
+    at least 1, and the mean reward."""
     assert run.data.eval is not None
     prompts = run.data.eval.first(run.config.rollout.eval_samples)
     answered = run.group.rollout(repeat_prompts(prompts, 1), Sampling.for_evaluation(run.config))
     scores = run.group.once(reward, answered).values
-    return float((scores >= 1.0).float().mean())
+    return {ACCURACY: float((scores >= 1.0).float().mean()), REWARD: float(scores.mean())}
 
 
 def rollout_metrics(samples: TrainingBatch, config: Config, began_at: int) -> dict[str, float]:

@@ -29,7 +29,8 @@ class Run:
     """One run of a recipe. Only processes that may be the lead have a console and metrics (``open_metrics``: at the first line, from
     its step on), and only the one that is uses them.
 
-    ``saved_step``: of the newest checkpoint, from which ``checkpoint.every_steps`` counts.
+    ``saved_step``: of the newest checkpoint, from which ``checkpoint.every_steps`` counts. ``when_done``: called in every process once the
+    run is complete, and no death can lead back into it.
     """
 
     config: Config
@@ -40,6 +41,7 @@ class Run:
     events: EventLog | None
     saved_step: int
     ongoing: Ongoing = field(default_factory=Ongoing)
+    when_done: Callable[[], object] = lambda: None
     summary: dict[str, float] = field(default_factory=dict)  # numbers for the closing table, by name
     open_metrics: Callable[[int], Metrics] | None = None
 

@@ -23,6 +23,8 @@ def train(run: Run) -> None:
     if run.state:
         stream.load_state_dict(run.state["stream"])
     state: Callable[[], dict[str, Any]] = lambda: {"stream": stream.state_dict(), "best": run.best}
+    if run.data.eval and config.sft.eval_before and group.committed_step == 0:
+        run.log(0, {"val/loss": held_out_loss(run, run.data.eval.first(config.sft.eval_samples))})
     run.start(total // inner, "round" if inner > 1 else "step", group.committed_step)
 
     while (done := group.committed_step * inner) < total:
@@ -31,7 +33,7 @@ def train(run: Run) -> None:
         sizes = [step_size(config, config.sft.samples_per_step, lr, group.dealt_replicas) for lr in lrs]
         batches = [data.batch(stream.take(size.samples)) for size in sizes]
         trained = sum(map(len, batches))
-        result = run.train(batches, LOSS, [size.lr for size in sizes], state={"stream": stream.state_dict(more=trained), "best": run.best})
+        result = run.train(batches, LOSS, [size.lr for size in sizes], state=state() | {"stream": stream.state_dict(more=trained)})
         done += inner
         stream.mark_trained(trained)
         tokens = sum(sum(batch.token_counts()) for batch in batches)

@@ -90,15 +90,17 @@ class IterationRecords:
             note(f"{path} was made with other settings (rl, rollout, reward, data, ...); it is not used")
         return None
 
-    def retire(self, iteration: int | None = None) -> None:
-        """Delete all records but that of ``iteration``, and those that a checkpoint of a step in the middle of them needs."""
+    def retire(self, iteration: int, back_to: int) -> None:
+        """Delete all records but that of ``iteration``, earlier ones that end after step ``back_to``, which the run may go back to, and those that
+        a checkpoint of a step in the middle of them needs."""
         saved = [step for folder in checkpoint_folders(self._checkpoints) if (step := step_of(folder)) is not None]
         with storage_errors("deleting", self._folder):
             for torn in self._folder.glob(".*.tmp"):  # its writer died
                 torn.unlink()
             for path in self._folder.glob("*.safetensors"):
                 number, first, last = map(int, path.stem.split("-"))
-                if number != iteration and not any(first < step < last for step in saved):
+                behind_us = number < iteration and last > back_to
+                if number != iteration and not behind_us and not any(first < step < last for step in saved):
                     path.unlink()
 
 

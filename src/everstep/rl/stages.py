@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import time
 
 from torch import Tensor
 
@@ -38,20 +39,24 @@ def reward(context: Context, samples: TrainingBatch) -> tuple[dict[str, Tensor],
 
 def scored_rollout(context: Context, prompts: TrainingBatch) -> tuple[TrainingBatch, dict[str, float]]:
     """Completions with ``scores`` and perhaps ``dropped`` (B,): groups without a difference are replaced (rl.dynamic_sampling_rounds).
-    Means of several terms are over all that were scored, the dropped ones too."""
+    Means of several terms are over all that were scored, the dropped ones too; the seconds for rewards are a part of the stage's."""
     rounds: list[Scores] = []
+    seconds = 0.0
 
     def scored(prompts: TrainingBatch) -> TrainingBatch:
+        nonlocal seconds
         made = rollout(context, prompts)
         context.group.enter_stage("reward")
+        begin = time.monotonic()
         rounds.append(context.group.once(context.reward, made))
+        seconds += time.monotonic() - begin
         context.group.enter_stage("rollout")
         return made.with_tensors(**rounds[-1].tensors(context.config.reward.on_error == "drop"))
 
     more = lambda count: scored(context.prompts(count))
     collected = dynamic.collect(scored(prompts), context.config.rl.dynamic_sampling_rounds, more)
     context.dropped(collected.dropped)
-    return collected.samples, collected.metrics | functools.reduce(operator.add, rounds).metrics
+    return collected.samples, collected.metrics | functools.reduce(operator.add, rounds).metrics | {"timing_s/reward": seconds}
 
 
 def old_logprob(context: Context, samples: TrainingBatch) -> dict[str, Tensor]:

@@ -59,12 +59,12 @@ class RolloutPool:
         self._calls: dict[Any, tuple[str, float]] = {}
         self._builds = itertools.count(1)
         self._restarts, self._count, self._places = config.engine_restarts, config.engines, places
-        self._took: dict[str, float] = {}           # seconds of an engine's last call
-        self._moved: dict[str, list[str]] = {}      # what slow engines are still at, although it was given to others
-        self._beside: dict[int, str] = {}  # engines on the devices of idle spares
-        self._coming: set[int] = set()   # numbers of engines that are being started
-        self._untried: set[int] = set()  # of them, those that neither started nor failed so far
-        self._cause = ""                 # of the last start that failed
+        self._took: dict[str, float] = {}       # seconds of an engine's last call
+        self._moved: dict[str, list[str]] = {}  # what slow engines are still at, although it was given to others
+        self._beside: dict[int, str] = {}       # engines on the devices of idle spares: number -> spare
+        self._coming: set[int] = set()          # numbers of engines that are being started
+        self._untried: set[int] = set()         # of them, those that neither started nor failed so far
+        self._cause = ""                        # of the last start that failed
         self._changed = threading.Condition()
         self._closed = False
         self.failure: EverstepError | None = None
@@ -185,6 +185,7 @@ class RolloutPool:
                     self._untried.discard(number)
                     self._changed.notify_all()
                     if not again or self._changed.wait_for(lambda: not self._wanted(number), pause_s):
+                        self._coming.discard(number)
                         return
                     name = f"e{number}.{next(self._builds)}"
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -29,7 +29,7 @@ from everstep.telemetry.metrics import read_metrics
 TINY = Path(DEMO).parent / "models" / "tiny-qwen3"
 VLLM = ["rollout.engine=vllm", "rollout.engines=2", "recovery.exact=false", "rollout.tokens_per_call=3", "rollout.call_timeout_s=20"]
 SHORT = ["faults=[]", "warmup.steps=2", "rl.iterations=3", "rl.eval_every=0", "train.micro_batch_size=32", "warmup.samples_per_step=128",
-         "rl.prompts_per_step=8", "rl.samples_per_prompt=8", "layout.replicas=2", "layout.spares=0", "recovery.heartbeat_s=0.2", "checkpoint.at_end=false"]
+         "rl.prompts_per_step=8", "rl.samples_per_prompt=8", "rollout.samples_per_batch=16", "layout.replicas=2", "layout.spares=0", "recovery.heartbeat_s=0.2", "checkpoint.at_end=false"]
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ def test_what_export_refuses(run_folder: Path, arguments: list[str], says: str, 
 
 
 SUMS = ROOT / "examples" / "models" / "tiny-qwen3-sums"
-TRAINED = [f"model.path={SUMS}", "data.source=everstep.data.arithmetic:product_chats", "data.format=chat", "data.max_tokens=64",
+TRAINED = [f"model.path={SUMS}", "model.init=pretrained", "data.source=everstep.data.arithmetic:product_chats", "data.format=chat", "data.max_tokens=64",
            "data.eval_source=${data.source}", "sft.eval_samples=16", "sft.eval_every=4", "sft.steps=4", "sft.samples_per_step=16",
            "train.micro_batch_size=4", "optimizer.decay_steps=4", "optimizer.warmup_steps=0", "optimizer.lr=0.01", "checkpoint.hf=false"]
 LORA = ["lora.rank=4", "lora.alpha=8"]

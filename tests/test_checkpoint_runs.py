@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -283,7 +284,12 @@ def test_the_lead_is_killed_at_any_touch_of_the_disk(touch: int, calm: Callable[
 
 
 def kill_the_writer_of_replica_1() -> None:
-    """In every worker: who writes for replica 1 dies when it opens its n-th file; n comes from the environment."""
+    """In every worker: who writes for replica 1 dies when it opens its n-th file; n comes from the environment. Steps take longer than
+    usual, so that saves end between them."""
+    from everstep.cluster.worker import Worker
+
+    train_step = Worker.train_step
+    Worker.train_step = lambda *args: time.sleep(0.15) or train_step(*args)  # type: ignore[method-assign, func-returns-value]
     left = [int(os.environ["KILLED_AT_FILE"])]
 
     def hook(event: str, args: tuple[object, ...]) -> None:
@@ -396,12 +402,15 @@ def test_a_disk_that_is_full_or_read_only_costs_checkpoints_and_no_step(
 
 
 def without_the_folder(monkeypatch: pytest.MonkeyPatch, folder: Path, gone_at: int, back_at: int | None) -> None:
-    """Between the commits of these steps a file is where the checkpoints were."""
-    emit = EventLog.emit
+    """Between the commits of these steps a file is where the checkpoints were; there is one by then."""
+    emit, saved = EventLog.emit, threading.Event()
 
     def watched(self: EventLog, event: str, *, step: int | None = None, **fields: Any) -> None:
         emit(self, event, step=step, **fields)
+        if event == "save":
+            saved.set()
         if event == "commit" and step == gone_at:
+            assert saved.wait(60.0)
             folder.rename(folder.with_name("elsewhere"))
             folder.write_text("no folder")
         if event == "commit" and step == back_at:

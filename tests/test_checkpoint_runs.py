@@ -125,10 +125,13 @@ def at_touch(folder: Path, number: int) -> None:
 
 
 def numbers(folder: Path) -> dict[int, dict[str, float]]:
-    """What must be equal of every step: loss, learning rate, gradient norm, rewards."""
-    rows = read_metrics(folder / "metrics.jsonl")
+    """What must be equal of every step: loss, learning rate, gradient norm, rewards. Of what was said twice, the last; a run that
+    resumes where the iterations begin evaluates again, and says no more of that step."""
     kept = ("train/", "actor/", "critic/", "val", "training/")
-    return {int(row["step"]): {k: v for k, v in row.items() if k.startswith(kept)} for row in rows}
+    found: dict[int, dict[str, float]] = {}
+    for row in read_metrics(folder / "metrics.jsonl"):
+        found.setdefault(int(row["step"]), {}).update({k: v for k, v in row.items() if k.startswith(kept)})
+    return found
 
 
 def samples(folder: Path) -> dict[int, list[str]]:

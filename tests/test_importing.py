@@ -178,7 +178,8 @@ def test_the_commands_of_torchtitan(tmp_path: Path) -> None:
     assert result.unknown == {} and set(result.missing) == {"model.path"} and set(result.unsupported) == {"$MODEL", "$CONFIG"}
     assert keys["layout.replicas"] == 2 and keys["layout.dp"] == 4 and keys["recovery.enabled"] is True
     assert keys["sft.samples_per_step"] == 8 * 4 * 2 and keys["optimizer.warmup_steps"] == 200 and keys["data.source"] == "c4.jsonl"
-    assert {"torchft_lighthouse.join_timeout_ms", "$NGPU", "$RUST_BACKTRACE", "fault_tolerance.replica_id"} <= set(result.implied) | set(result.mapped)
+    assert keys["lighthouse.min_replicas"] == 1 and keys["lighthouse.join_timeout_ms"] == 10000
+    assert {"torchft_lighthouse.quorum_tick_ms", "$NGPU", "$RUST_BACKTRACE", "fault_tolerance.replica_id"} <= set(result.implied) | set(result.mapped)
     assert load(None, ["model.path=x", *(f"{k}={v}" for k, v in keys.items())]).config.layout.dp == 4
 
 

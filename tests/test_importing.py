@@ -292,6 +292,28 @@ def test_their_defaults_are_configurations() -> None:
         assert tree == yaml.safe_load(yaml.safe_dump(nested(plain(result)))), text
 
 
+def test_nothing_of_what_is_read_gets_out_of_its_comment(tmp_path: Path) -> None:
+    odd = yaml.safe_dump({"trainer": {"project_name": "a\nlayout: {replicas: 9}\n#", "n": {"x\ny": "\0z"}, "logger": ["console\nseed: 7"]}})
+    result = translate("siirl", [write(tmp_path, odd, "c.yaml")], environ={})
+    tree = yaml.safe_load(as_yaml(result, "a\nrecipe: dpo"))
+    assert tree == yaml.safe_load(yaml.safe_dump(nested(plain(result)))) and tree["telemetry"]["project"].startswith("a\n")
+    assert tree["recipe"] == "ppo" and tree["layout"]["replicas"] == 8 and tree["seed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.py", "x = " + "(" * 5000), ("a.sh", "A=$((" + "(" * 5000 + "1" + ")" * 5000 + "))\nsiirl trainer.nnodes=$A"), ("a.yaml", "\0"), ("a.toml", "a = "),
+     ("a.sh", "siirl trainer.nnodes=$(("), ("a.yaml", "- 1\n- 2"), ("a.py", "x = 1"), ("a.sh", "echo hello")],
+)  # fmt: skip
+def test_files_that_make_no_sense_are_bad_input(tmp_path: Path, name: str, text: str) -> None:
+    """Or a value that is not known; nothing else, and no traceback."""
+    try:
+        result = translate("siirl", [write(tmp_path, text, name)], environ={})
+    except BadInput:
+        return
+    assert "trainer.nnodes" in result.unsupported
+
+
 def test_the_command(tmp_path: Path) -> None:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

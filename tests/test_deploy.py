@@ -140,6 +140,7 @@ def test_the_slurm_scripts(script: Path) -> None:
     nodes, gpus = (int(re.search(rf"^#SBATCH --{name}=(\d+)", text, re.M)[1]) for name in ("nodes", "gpus-per-node"))  # type: ignore[index]
     if "launcher=local" in text:
         assert derive.layout(config).ranks_per_replica == gpus  # a replica on each node
+        assert "export EVERSTEP_LIGHTHOUSE_TOKEN=" in text, "a lighthouse that others can reach starts with a secret only"
     else:
         assert nodes * gpus == devices(config)
     used = set(re.findall(r"everstep (\w+)", re.sub(r"^#.*$", "", text, flags=re.M)))

@@ -89,7 +89,7 @@ class Lighthouse:
         )
         self.address = (host, int(listener.getsockname()[1]))
         self.run: ServedRun | None = None
-        self._wardens: dict[tuple[int, str], socket.socket] = {}  # (replica, host)
+        self._wardens: list[tuple[int, str, socket.socket]] = []  # replica, host; a replica may have several on a host
         self._turn = threading.Condition(threading.RLock())
         self._closed = False
         threading.Thread(target=self._accept_loop, name="lighthouse-accept", daemon=True).start()
@@ -134,7 +134,7 @@ class Lighthouse:
                 return
             sock.settimeout(None)
             if "warden" in hello:
-                self._serve_warden(sock, (int(hello["warden"]), str(hello["host"])))
+                self._serve_warden(sock, int(hello["warden"]), str(hello["host"]))
             elif "worker" in hello:
                 self._serve_rank(sock, hello)
             else:
@@ -154,26 +154,27 @@ class Lighthouse:
             return
         run.server.attend(sock, hello)
 
-    def _serve_warden(self, sock: socket.socket, place: tuple[int, str]) -> None:
+    def _serve_warden(self, sock: socket.socket, replica: int, host: str) -> None:
         """A warden says nothing more; it is here until its connection ends."""
+        place = replica, host, sock
         with self._turn:
-            self._wardens[place] = sock
+            self._wardens.append(place)
         try:
             wire.receive(sock)
         finally:
             with self._turn:
-                if self._wardens.get(place) is sock:
-                    del self._wardens[place]
+                self._wardens.remove(place)
             sock.close()
 
     def signal(self, replica: int, host: str, pid: int, number: int) -> None:
-        """Send a signal to a rank's process, through the warden of its replica there; without one (plain torchrun) if it is here."""
+        """Send a signal to a rank's process, through the wardens of its replica there, of which each knows its own; without one (plain
+        torchrun) if it is here."""
         with self._turn:
-            warden = self._wardens.get((replica, host))
-        if warden is not None:
+            wardens = [sock for r, h, sock in self._wardens if (r, h) == (replica, host)]
+        for warden in wardens:
             with contextlib.suppress(wire.Closed):  # the agent is gone, and its ranks with it
                 wire.send(warden, {"type": "signal", "pid": pid, "number": number})
-        elif host == socket.gethostname():
+        if not wardens and host == socket.gethostname():
             signal_pid(pid, number)
 
     def _serve_head(self, sock: socket.socket) -> None:

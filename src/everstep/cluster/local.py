@@ -15,6 +15,7 @@ import json
 import os
 import pickle
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -41,9 +42,10 @@ from everstep.cluster.formation import Formation
 from everstep.cluster.group import StepResult
 from everstep.cluster.head import Head, Presence
 from everstep.cluster.lighthouse import TOKEN_VARIABLE, Lighthouse, Ports, read_result
+from everstep.cluster.processes import die_with_parent
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.slots import ListSlots, sample_ids
-from everstep.cluster.torchrun import check_port_free, report_exit
+from everstep.cluster.torchrun import EXIT_DIR, check_port_free, report_exit
 from everstep.cluster.verbs import Arguments, Slots, Verbs
 from everstep.cluster.worker import Worker
 from everstep.config import derive
@@ -88,6 +90,8 @@ class Entry:
 def join_world(config: Config) -> environment.RankEnvironment:
     """Join torchrun's world of this replica. Raises BadInput if the environment or the number of ranks does not fit."""
     env = environment.read_environment()
+    if sys.platform == "linux" and EXIT_DIR in os.environ:
+        die_with_parent(signal.SIGKILL)  # an agent that is killed can end nobody, and its replica is started anew elsewhere
     layout = derive.layout(config)
     if env.world_size != layout.ranks_per_replica:
         raise BadInput(
@@ -133,6 +137,7 @@ def enter(config: Config, clean: bool, watching: Watching) -> Entry:
 
 
 def _register(config: Config, clean: bool, env: environment.RankEnvironment, watching: Watching) -> Entry:
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(os.environ.get("EVERSTEP_RESTARTS", "0"))
     lighthouse: Lighthouse | None = None
     if config.replica.id is None:
         token = secrets.token_hex(16)
@@ -140,12 +145,11 @@ def _register(config: Config, clean: bool, env: environment.RankEnvironment, wat
         lighthouse = Lighthouse(listener, env.master_addr, token, quorum=False, offer=watching.alerts.offer)
         address, wait_s = lighthouse.address, 60.0
     else:
-        if port := environment.manager_port():
-            check_port_free(port, "TORCHFT_MANAGER_PORT", host="")
         token = os.environ.get(TOKEN_VARIABLE, "")
         address, wait_s = Ports.parse(environment.lighthouse_address(config)).coordinator, config.lighthouse.wait_s
+        if (port := environment.manager_port()) and not restarts:  # of what a former life left there the end is waited for
+            check_port_free(port, "TORCHFT_MANAGER_PORT", host="")
     replica, nonce = config.replica.id or 0, secrets.token_hex(8)
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(os.environ.get("EVERSTEP_RESTARTS", "0"))
     head = Head(address, token, wait_s, {
         "replica": replica, "nonce": nonce, "config": config.model_dump(mode="json"), "clean": clean, "restarts": restarts,
     })

@@ -1,5 +1,6 @@
 # make demo   set up, then train a tiny model with GRPO while a rank is killed 
 # make test   set up, then lint, types, tests
+# make manual set up, then the manual as a site, in build/manual
 #
 # PYTHON=python3.12   interpreter to build on (default: the first of 3.11 to 3.13 that is found)
 # VENV=               empty: no virtual environment, use PYTHON itself
@@ -28,7 +29,7 @@ export PYTHONDONTWRITEBYTECODE =
 # Two replicas and a spare need a device each: three GPUs, or else the CPU.
 DEMO_DEVICE ?= $(shell [ "$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')" -ge 3 ] && echo cuda || echo cpu)
 
-.PHONY: demo test test-full lint types setup docs clean
+.PHONY: demo test test-full lint types setup docs manual clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -51,6 +52,9 @@ types: $(STAMP)
 
 docs: $(STAMP)
 	$(PY) -m everstep.telemetry.docs docs
+
+manual: $(STAMP)
+	$(PY) -m mkdocs build -q
 
 setup: $(STAMP)
 

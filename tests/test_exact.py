@@ -363,6 +363,7 @@ def test_without_ray_the_final_bits_are_the_same(name, model, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("schedule", THROUGH_TORCHRUN, ids=str)
 def test_through_torchrun_who_died_comes_back_with_the_same_bits(schedule, model, tmp_path):
     run = prove(dataclasses.replace(schedule, steps=LONG), model, tmp_path, "torchrun")

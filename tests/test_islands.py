@@ -152,10 +152,11 @@ def test_any_replica_may_die_at_any_moment(phase, launcher, replica, how, tmp_pa
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", ["lighthouse", "torchrun"])
 def test_without_ray_an_island_that_died_comes_back(launcher, tmp_path):
     """Its samples of the round are trained on by the other; it begins again where the other is, and then makes steps of its own."""
-    rounds = 20 if launcher == "lighthouse" else 300
+    rounds = 20 if launcher == "lighthouse" else 250
     run = trained(tmp_path, *DILOCO, f"sft.steps={rounds * INNER}", "layout.replicas=2", fault("compute", 1), launcher=launcher)
     assert_sound(run, rounds)
     (join,) = run.kind("join")
@@ -380,7 +381,8 @@ def test_every_part_of_the_model_is_synchronised(launcher, shape, tmp_path):
     moved = {}  # by the rectangles in which ranks wrote it
     for path in (last / "state").glob("*.safetensors"):
         moved |= {name: bool(t.abs().max() > 0) for name, t in load_file(path).items() if name.startswith("model/momentum/") and t.numel()}
-    assert moved and all(moved.values()), [name for name, did in moved.items() if not did]
+    never_read = "model/momentum/model.embed_tokens.weight[64:128,"  # with tp=2, the half of the vocabulary that no text of digits has
+    assert len(moved) > 20 and all(did or name.startswith(never_read) for name, did in moved.items()), [n for n, did in moved.items() if not did]
     assert {tuple(map(int, p.name.split("-")[1].split("."))) for p in (last / "state").glob("*.safetensors")} == \
         {(replica, rank) for replica in (0, 1) for rank in range(run.kind("form")[0]["world_size"])}
 

@@ -57,6 +57,6 @@ def test_a_real_model_goes_on_after_the_death_of_its_only_rank(tmp_path):
     out = tmp_path / "report.json"
     assert smollm2.main(["--quick", "--runs", str(tmp_path), "--out", str(out), "--picture", str(tmp_path / "curve.png")]) == 0
     report = json.loads(out.read_text())
-    assert report["killed"] == 1 and not report["broken"] and [back["step"] for back in report["back_to"]] == [0]
+    assert report["killed"] == 1 and not report["broken"] and [back["step"] for back in report["back_to"]] == [2]
     assert [point[0] for point in report["accuracy"]] == [0, 2, 4] and len(report["reward"]) == 4
     assert (tmp_path / "curve.png").stat().st_size > 10_000

@@ -117,6 +117,28 @@ def test_a_node_that_falls_silent_is_given_up_and_its_place_filled_once_it_must_
     assert_invariants(done, steps=last.step)
 
 
+@pytest.mark.full
+@pytest.mark.timeout(280)
+def test_a_spare_on_another_node_has_the_copy_of_the_only_replica(tmp_path, cluster):
+    """The rank sends its copies to the node of the spare, which goes on from there when the rank dies."""
+    address, _ = cluster
+    run = command(["train", SFT, f"run_dir={tmp_path}/run", f"ray.address={address}", "device=cpu", "telemetry.tensorboard=false",
+                   "telemetry.progress=none", "layout.replicas=1", "layout.spares=1", "sft.steps=20", "checkpoint.at_end=false",
+                   "recovery.memory_checkpoint_every=3", "recovery.restart_attempts=0", "env.GLOO_SOCKET_IFNAME=lo",
+                   "faults=[{step: 11, phase: compute, kind: kill}]"], **QUICK_NOTICE)
+    out, err = run.communicate(timeout=240)
+    assert run.returncode == 0, (out, err)
+    done = Finished(tmp_path / "run", events(tmp_path))
+    assert_invariants(done, steps=20)
+    hosts = {e.who: e.host for e in done.kind("process_start")}
+    assert hosts["w0"] != hosts["w1"] == NODE
+    assert [r.step for r in done.kind("rollback")] == [9] and "the copy in memory" in done.kind("rollback")[0]["cause"]
+    (load,) = done.kind("load")
+    (mine,) = {Path(e["path"]).parent.name for e in done.kind("load")}
+    assert load.who == "w1" and load["fetched_from"] == "" and len(mine) > 20  # in the folder of its own node
+    assert {e["buddy"] for e in done.kind("memory_copy") if e.step and e.who == "w0"} == {"w1"}
+
+
 def events(tmp_path: Path) -> list:
     with contextlib.suppress(EventLogError):  # not begun yet
         return read_events(tmp_path / "run" / "events")

@@ -4,6 +4,7 @@ between the updates of actor and critic, before and after the iteration's record
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.test_faults import assert_invariants
 from tests.test_rl_faults import FIRST, ITERATIONS, PPO, SMALL, STEPS, calm, undisturbed
 
 from everstep.cluster.controller import Controller
+from everstep.cluster.forked import ForkedHost
 from everstep.cluster.processes import still_running
 from everstep.recovery import rendezvous
 from everstep.recovery.desk import Desk
@@ -118,6 +120,20 @@ def before_the_next_iteration(step: int) -> None:
     IterationRecords.retire = killed  # type: ignore[method-assign]
 
 
+def while_it_calls_the_ranks(step: int) -> None:
+    """One rank of the second replica has been called, its peer not: by itself it would wait for it for ever."""
+    submit = ForkedHost.submit
+
+    def killed(self, worker, meant, method, *args, **kwargs):
+        pending = submit(self, worker, meant, method, *args, **kwargs)
+        if method == "logprobs" and worker == "w2":
+            time.sleep(0.5)  # it is in the call by now
+            die()
+        return pending
+
+    ForkedHost.submit = killed  # type: ignore[method-assign]
+
+
 MOMENTS = [in_rollout, in_the_first_rollout, in_rewards, in_logprobs, in_values, before_the_record_is_written, after_the_record_is_written,
            between_two_updates_of_the_actor, between_actor_and_critic, in_an_update_of_the_critic, before_the_next_iteration]
 TELLING = {in_rewards, between_actor_and_critic}
@@ -136,7 +152,16 @@ def test_replicas_of_two_ranks_and_two_controllers_in_one_iteration(shape, calm,
     prove(conf, calm, in_logprobs, between_actor_and_critic, more=shape)
 
 
-def prove(conf, calm: Path, *moments: Callable[[int], None], more: list[str] | None = None) -> None:
+@pytest.mark.parametrize("shape", [["layout.tp=2", "engine.sequence_parallel=true"], pytest.param(["layout.pp=2"], marks=pytest.mark.full)], ids=["tp2", "pp2"])
+def test_ranks_that_were_not_all_called_form_again(shape, calm, tmp_path):
+    conf = config(PPO, tmp_path / "run", *SMALL, *shape, "layout.replicas=2", "layout.spares=0", "faults=[]", "recovery.controller_grace_s=30")
+    done = prove(conf, calm, while_it_calls_the_ranks, more=shape)
+    assert [t["members"] for t in done.kind("takeover")] == [[0]]
+    assert [(e["replica"], e["build"]) for e in done.kind("form")[4:]] == [(1, 1), (1, 1)]
+    assert not done.kind("rollback") and not done.kind("restart")
+
+
+def prove(conf, calm: Path, *moments: Callable[[int], None], more: list[str] | None = None) -> Finished:
     folder = Path(conf.run_dir)
     for number, moment in enumerate(moments):
         assert end(start(conf, moment, attach=number > 0)) == -signal.SIGKILL, moment.__name__
@@ -152,3 +177,4 @@ def prove(conf, calm: Path, *moments: Callable[[int], None], more: list[str] | N
         assert len(rollouts) == ITERATIONS, "what was on disk was not made again"
     assert not list((folder / "iterations").iterdir())
     assert not still_running(done.pids, 15.0)
+    return done

@@ -28,7 +28,7 @@ from everstep.cluster.processes import still_running
 from everstep.telemetry import history
 from everstep.telemetry.events import read_events
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 ARGUMENTS = [*QUIET, *BASE, *WITHOUT_RAY, "layout.replicas=2", "telemetry.progress=plain"]
 
 
@@ -51,11 +51,15 @@ def test_a_rank_is_killed(up, calm, tmp_path) -> None:  # noqa: F811
 
 
 @pytest.mark.full
-def test_a_whole_replica_is_killed(up, calm) -> None:  # noqa: F811
+@pytest.mark.parametrize("struck", [None, 2], ids=["with-its-rank", "above-its-rank"])
+def test_a_whole_replica_is_killed(up, calm, struck: int | None) -> None:  # noqa: F811
+    """A rank that is left behind ends by itself: else it would hold the place of the next life."""
     run = up("sft.steps=500")
     run.wait_for_commit(4)
-    command_line = run.below("replica.id=1")[0]  # everstep train, above the agent and the ranks
-    for process in [command_line, *command_line.children(recursive=True)]:
+    command_line = run.below("replica.id=1")[0]  # everstep train, above the agent and the rank
+    processes = [command_line, *command_line.children(recursive=True)]
+    assert len(processes) >= 3
+    for process in processes[:struck]:
         process.kill()
     finished = run.finished()
     check(finished, calm(SFT, "sft.steps=500"), 2)
@@ -143,7 +147,7 @@ def by_hand() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 def end_well(*processes: subprocess.Popen[str]) -> None:
     for process in processes:
-        out, err = process.communicate(timeout=200)
+        out, err = process.communicate(timeout=400)
         assert process.returncode == 0, out + err
 
 
@@ -162,6 +166,7 @@ def test_a_replica_over_two_machines(tmp_path: Path, calm, by_hand, names: Calla
     ))  # fmt: skip
     run = Finished(tmp_path / "run", read_events(tmp_path / "run" / "events"))
     check(run, calm(SFT, steps, "layout.tp=2", "engine.sequence_parallel=true"), 2)
+    assert [e["replica"] for e in run.kind("join")] == [1], "it died, and came back"
 
 
 @pytest.mark.full
@@ -189,7 +194,6 @@ def on_the_page() -> list[str]:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(560)
 def test_the_examples_run_as_their_page_says(tmp_path: Path) -> None:
     """One after the other, in a folder where only the examples are."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -213,6 +217,6 @@ def test_torchft_as_it_is_installed_works() -> None:
     chosen = "not cuda and not torchcomms and not use_cuda_True"
     done = subprocess.run(
         [psutil.Process().exe(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "torchft.lighthouse_test", "torchft.coordination_test",
-         "torchft.manager_integ_test", "-k", chosen], text=True, capture_output=True, timeout=280, cwd="/",
+         "torchft.manager_integ_test", "-k", chosen], text=True, capture_output=True, timeout=500, cwd="/",
     )
     assert done.returncode == 0, done.stdout[-4000:]

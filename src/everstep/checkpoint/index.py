@@ -15,6 +15,7 @@ import xxhash
 from everstep.checkpoint.storage import CheckpointError, FileEntry, read_file, storage_errors
 from everstep.engine.logical import Box
 from everstep.errors import BadInput
+from everstep.paths import within
 
 INDEX = "state/index.json"
 
@@ -102,13 +103,16 @@ class Index:
         with storage_errors("reading", folder / INDEX):
             said = json.loads(read_file(folder / INDEX))
         self.scalars: dict[str, list[dict[str, Any]]] = said["scalars"]
-        self.tensors = {
-            name: Tensors(
-                of["dtype"], tuple(of["shape"]),
-                tuple(Saved(box[0], Box(*box[1:5]), box[5], box[6], box[7]) for box in of["boxes"]),
-            )
-            for name, of in said["tensors"].items()
-        }  # fmt: skip
+        try:
+            self.tensors = {
+                name: Tensors(
+                    of["dtype"], tuple(of["shape"]),
+                    tuple(Saved(within(box[0]), Box(*box[1:5]), box[5], box[6], box[7]) for box in of["boxes"]),
+                )
+                for name, of in said["tensors"].items()
+            }  # fmt: skip
+        except ValueError as error:
+            raise BadInput(f"{folder / INDEX}: {error}") from None
 
     def scalars_of(self, part: str) -> list[dict[str, Any]]:
         """A part's scalars, by rank. BadInput if the checkpoint lacks that part."""

@@ -43,6 +43,7 @@ from everstep.checkpoint.storage import (
     write_json,
 )
 from everstep.errors import BadInput
+from everstep.paths import within
 
 MANIFEST, POINTER, BEST, RUN_STATE = "manifest.json", "latest", "best", "run.json"
 PARTIAL = ".partial"
@@ -226,9 +227,11 @@ def set_pointer(folder: Path, pointer: str = POINTER) -> None:
 def pointed_at(checkpoints: Path, pointer: str = POINTER) -> Path | None:
     """The folder that ``latest`` (or ``best``) names; None if there is no such pointer yet."""
     try:
-        return checkpoints / read_file(checkpoints / pointer).decode().strip()
+        return checkpoints / within(read_file(checkpoints / pointer).decode().strip())
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise BadInput(f"{checkpoints / pointer}: {error}") from None
 
 
 def retire(checkpoints: Path, keep_last: int, keep_every: int = 0) -> list[Path]:
@@ -264,7 +267,7 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{path}: written by everstep {raw['everstep']} in format {raw['format']}, which is no longer read; start a new run from "
                 f"its weights with model.path={folder / 'hf'}"
             )
-        files = {name: FileEntry(**entry) for name, entry in raw.pop("files").items()}
+        files = {within(name): FileEntry(**entry) for name, entry in raw.pop("files").items()}
         return Manifest(files=files, **raw)
     except FileNotFoundError:
         raise BadInput(f"{folder}: no {MANIFEST}, so the checkpoint is not complete") from None

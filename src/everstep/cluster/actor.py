@@ -14,7 +14,7 @@ from everstep.cluster.host import WorkerInfo, WorkerSpec, make_worker
 from everstep.errors import CoordinatorLost
 
 if TYPE_CHECKING:
-    from everstep.cluster.formation import Life
+    from everstep.cluster.formation import Meant
 
 _FETCH_S = 60.0
 _REMOVE_S = 5.0
@@ -55,5 +55,5 @@ class RankActor:
     def ready(self) -> WorkerInfo:
         return self._info
 
-    def run(self, life: Life | None, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._worker.run(method, args, kwargs, life)
+    def run(self, meant: Meant | None, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._worker.run(method, args, kwargs, meant)

@@ -31,6 +31,7 @@ from everstep.cluster.host import Host, ProcessEnded, Sharing, WorkerSpec
 from everstep.cluster.owed import POLL_S, Owed, all_done, gather
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.rollback import Rollback
+from everstep.cluster.run_store import serve_store
 from everstep.cluster.slots import sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
 from everstep.cluster.verbs import Arguments, Slots, Verbs
@@ -89,7 +90,7 @@ class Controller(InOnePlace, Verbs):
         self._in_step, self._interrupted = False, ""
         self._went_back: RolledBack | None = None  # not told to the recipe yet
         self._copies = Copies(config, run_dir, lambda: host.infos, lambda worker: worker in self.server.dead, lambda: self._crew.spares)
-        self._rollback = Rollback(host, config, self._copies, lambda worker: worker in self.server.dead)
+        self._rollback = Rollback(host, config, self._copies, lambda worker: worker in self.server.dead, lambda member: self.server.meant_for(member))
         self.closing = contextlib.ExitStack()
         self._crew = Crew(config, host, events, lambda: self.server, self._spec, self._struck, self._is_engine, self._watch.finish_diagnosis)
         self._endpoint: Endpoint | None = None
@@ -128,7 +129,7 @@ class Controller(InOnePlace, Verbs):
             coordinator, log, self._events, listener, token, recovery.silence_s, 2 * recovery.link_timeout_s, host,
             recovery.heartbeat_s, judge(recovery), judge_every_s(recovery),
         )
-        self._store = store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self._store = store = serve_store(host)
         self._copies.open(store)
         connect = lambda: dist.TCPStore(host, store.port, is_master=False, timeout=timedelta(seconds=60))
         self._saver = Saver(self.config, self.layout, self._events, connect, lambda worker: self.server.dead.get(worker))
@@ -267,7 +268,7 @@ class Controller(InOnePlace, Verbs):
             for index, (rank, (a, kw)) in enumerate(zip(ranks, how.dispatch(ranks, args, kwargs), strict=True)):
                 member = view.member(rank.replica)
                 assert member is not None
-                worker, life = member.workers[rank.rank], (member.replica, member.build)
+                worker, life = member.workers[rank.rank], self.server.meant_for(member)
                 call = self._host.submit(worker, life, method, *[share(x) for x in a], **{k: share(x) for k, x in kw.items()})
                 pending[call] = index
                 called.append((worker, member))
@@ -316,7 +317,7 @@ class Controller(InOnePlace, Verbs):
         member = view.member(view.contributors[0])
         assert member is not None
         called = [(worker, member) for worker in member.workers]
-        life = (member.replica, member.build)
+        life = self.server.meant_for(member)
         calls = {
             self._host.submit(worker, life, "send_weights", dict(streams), view.committed, kind): index
             for index, worker in enumerate(member.workers)
@@ -362,7 +363,7 @@ class Controller(InOnePlace, Verbs):
                 for member in view.members:
                     if member not in called:
                         called.add(member)
-                        life = (member.replica, member.build)
+                        life = self.server.meant_for(member)
                         for worker in member.workers:
                             call = self._host.submit(worker, life, method, *arguments(step, shared), incarnation)
                             pending[call] = worker, member
@@ -418,7 +419,7 @@ class Controller(InOnePlace, Verbs):
             called = [(worker, member) for member in members for worker in member.workers]
             writers = [RankOf(w, replica, rank) for replica, member in enumerate(members) for rank, w in enumerate(member.workers)]
             calls = {
-                self._host.submit(worker, (member.replica, member.build), "save_shard", tickets[writer.replica]): index
+                self._host.submit(worker, self.server.meant_for(member), "save_shard", tickets[writer.replica]): index
                 for index, ((worker, member), writer) in enumerate(zip(called, writers, strict=True))
             }
             if self._results(calls, called, "save_shard") is None:

@@ -53,6 +53,9 @@ class Crew:
         self._repair = Repair(self, {m.replica: m for m in members}, spares, has_reference)
         for worker in list(self._server().dead):  # it died before there was a repair to be told
             self.died(worker)
+        if first_number is None:
+            for worker in spares:
+                self._let_rehearse(worker)
 
     @property
     def is_open(self) -> bool:
@@ -181,7 +184,14 @@ class Crew:
 
     def spare_is_ready(self, worker: str, after: str) -> None:
         assert self._repair is not None
+        if len(self._server().coordinator.view.members) == self._config.layout.replicas:  # else it is needed at once
+            self._let_rehearse(worker)
         self._repair.spare_is_ready(worker)
+
+    def _let_rehearse(self, worker: str) -> None:
+        """Nobody waits for it; what it came to is an event."""
+        if self._config.recovery.enabled and self._config.recovery.rehearse != "never":
+            self._host.submit(worker, None, "rehearse")
 
     def was_of_use(self, worker: str) -> bool:
         return worker in self.served or self._injected(worker)

@@ -35,7 +35,7 @@ from everstep.config.schema import Config
 from everstep.errors import BadInput, DeadlineExceeded, EverstepError, WorkerFailed
 
 if TYPE_CHECKING:
-    from everstep.cluster.formation import Life
+    from everstep.cluster.formation import Meant
 
 PRELOAD = [
     "everstep.cluster.worker",
@@ -249,8 +249,8 @@ class ForkedHost:
     def slots(self, shared: list[list[Any]]) -> ListSlots:
         return ListSlots(shared)
 
-    def submit(self, worker: str, life: Life | None, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._children[worker].submit(life, method, args, kwargs)
+    def submit(self, worker: str, meant: Meant | None, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        return self._children[worker].submit(meant, method, args, kwargs)
 
     def wait(self, pending: Collection[Any], timeout_s: float) -> list[Any]:
         return list(wait_futures(pending, timeout_s, FIRST_COMPLETED).done)
@@ -337,9 +337,9 @@ def _serve_calls(worker: Served, pipe: Connection) -> None:
     """Until the controller closes its end, or is gone."""
     with contextlib.suppress(EOFError, OSError):
         while True:
-            number, life, method, args, kwargs = pickle.loads(pipe.recv_bytes())
+            number, meant, method, args, kwargs = pickle.loads(pipe.recv_bytes())
             try:
-                answer: tuple[Any, ...] = (number, None, worker.run(method, args, kwargs, life))
+                answer: tuple[Any, ...] = (number, None, worker.run(method, args, kwargs, meant))
             except EverstepError as error:
                 answer = (number, error, None)
             pipe.send_bytes(pickle.dumps(answer))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-Life = tuple[int, int]  # (replica, build): one formation of a replica, and what every call says it is meant for
+Life = tuple[int, int]  # (replica, build): one formation of a replica
+Meant = tuple[int, int, int]  # (replica, build, incarnation): whom a call is for, and beside which coordinator it was made
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from everstep.recovery import rendezvous
 from everstep.telemetry import diagnosis
 
 if TYPE_CHECKING:
-    from everstep.cluster.formation import Life
+    from everstep.cluster.formation import Meant
     from everstep.cluster.worker import Slots
 
 
@@ -62,7 +62,7 @@ class NoRoom(EverstepError):
 class Served(Protocol):
     """What a worker process runs calls on."""
 
-    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], life: Life | None = None) -> Any: ...
+    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], meant: Meant | None = None) -> Any: ...
 
 
 class Host(Protocol):
@@ -100,8 +100,9 @@ class Host(Protocol):
     def slots(self, shared: list[list[Any]]) -> Slots:
         """A step's slots (micro-batches by inner data-parallel rank), of what ``share`` returned."""
 
-    def submit(self, worker: str, life: Life | None, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Begin a public method of the worker; a worker does one call after the other. ``life``: whom it is meant for."""
+    def submit(self, worker: str, meant: Meant | None, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Begin a public method of the worker; a worker does one call after the other. ``meant``: for whom; None: for
+        the worker, whatever its place."""
 
     def wait(self, pending: Collection[Any], timeout_s: float) -> list[Any]:
         """Those that are done, as soon as one is; none after ``timeout_s``."""

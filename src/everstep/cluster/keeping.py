@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
-from everstep.checkpoint import memory, shelf
+from everstep.checkpoint import flushed, memory, shelf
 from everstep.checkpoint.memory import Copy, Stamp
 from everstep.checkpoint.saving import inner_layout
 from everstep.checkpoint.shelf import Shelf, ShelfError
@@ -80,6 +79,19 @@ class Keeping:
         self._events.emit("load", step=stamp.version, path=str(path), fetched_from=source[0] if source else "")
         return True
 
+    def load_flushed(self, folder: Path, state: State) -> bool:
+        """Begin from copies that were flushed (:mod:`everstep.checkpoint.flushed`); False if the folder is none of those."""
+        if not flushed.is_flushed(folder):
+            return False
+        stamp = flushed.read(folder).stamp
+        assert stamp is not None
+        state.version = None
+        memory.restore(folder, self._rank, stamp, state)
+        state.version = stamp.version
+        self._events.emit("load", step=stamp.version, path=str(folder))
+        self.copy(state)
+        return True
+
     def _send(self, copy: Copy) -> str:
         """To my buddy, if there is another node; a buddy that is gone has another one named in its place."""
         try:
@@ -92,10 +104,3 @@ class Keeping:
         except (ShelfError, RuntimeError) as error:  # RuntimeError: the store, which ended with its controller
             LOG.warning("the copy is on this node only: %s", error)
             return ""
-
-
-def restored_from_disk(folder: Path, rank: int, stamp: Stamp, state: Any) -> None:
-    """Of copies that were flushed (:mod:`everstep.checkpoint.flushed`)."""
-    state.version = None
-    memory.restore(folder, rank, stamp, state)
-    state.version = stamp.version

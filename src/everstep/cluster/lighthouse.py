@@ -89,7 +89,7 @@ class Lighthouse:
         )
         self.address = (host, int(listener.getsockname()[1]))
         self.run: ServedRun | None = None
-        self._wardens: dict[tuple[int, str], socket.socket] = {}  # (replica, host)
+        self._wardens: list[tuple[int, str, socket.socket]] = []  # replica, host; a replica may have several on a host
         self._turn = threading.Condition(threading.RLock())
         self._closed = False
         threading.Thread(target=self._accept_loop, name="lighthouse-accept", daemon=True).start()
@@ -134,7 +134,7 @@ class Lighthouse:
                 return
             sock.settimeout(None)
             if "warden" in hello:
-                self._serve_warden(sock, (int(hello["warden"]), str(hello["host"])))
+                self._serve_warden(sock, int(hello["warden"]), str(hello["host"]))
             elif "worker" in hello:
                 self._serve_rank(sock, hello)
             else:
@@ -154,26 +154,27 @@ class Lighthouse:
             return
         run.server.attend(sock, hello)
 
-    def _serve_warden(self, sock: socket.socket, place: tuple[int, str]) -> None:
+    def _serve_warden(self, sock: socket.socket, replica: int, host: str) -> None:
         """A warden says nothing more; it is here until its connection ends."""
+        place = replica, host, sock
         with self._turn:
-            self._wardens[place] = sock
+            self._wardens.append(place)
         try:
             wire.receive(sock)
         finally:
             with self._turn:
-                if self._wardens.get(place) is sock:
-                    del self._wardens[place]
+                self._wardens.remove(place)
             sock.close()
 
     def signal(self, replica: int, host: str, pid: int, number: int) -> None:
-        """Send a signal to a rank's process, through the warden of its replica there; without one (plain torchrun) if it is here."""
+        """Send a signal to a rank's process, through the wardens of its replica there, of which each knows its own; without one (plain
+        torchrun) if it is here."""
         with self._turn:
-            warden = self._wardens.get((replica, host))
-        if warden is not None:
+            wardens = [sock for r, h, sock in self._wardens if (r, h) == (replica, host)]
+        for warden in wardens:
             with contextlib.suppress(wire.Closed):  # the agent is gone, and its ranks with it
                 wire.send(warden, {"type": "signal", "pid": pid, "number": number})
-        elif host == socket.gethostname():
+        if not wardens and host == socket.gethostname():
             signal_pid(pid, number)
 
     def _serve_head(self, sock: socket.socket) -> None:
@@ -367,11 +368,10 @@ def serve(
             f"--bind {bind}: whoever reaches the lighthouse's ports can make the ranks run any code; set {TOKEN_VARIABLE} to a secret, here "
             "and for every replica"
         )
-    from datetime import timedelta
-
     quieten_torchft()
-    import torch.distributed as dist
     from torchft.coordination import LighthouseServer
+
+    from everstep.cluster.run_store import serve_store  # torch takes seconds to come
 
     listener = _listen(bind, port + 1)
     _listen(bind, port).close()
@@ -379,9 +379,8 @@ def serve(
         bind=f"{bind}:{port}", min_replicas=min_replicas, join_timeout_ms=join_timeout_ms, quorum_tick_ms=quorum_tick_ms,
         heartbeat_timeout_ms=heartbeat_timeout_ms,
     )
-    rendezvous = _listen(bind, port + 2)  # left to itself the store would listen on all interfaces
-    store = dist.TCPStore(bind, port + 2, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60),
-                          master_listen_fd=rendezvous.detach())
+    _listen(bind, port + 2).close()
+    store = serve_store(bind, port + 2)
     lighthouse = Lighthouse(listener, bind, token, min_replicas, store.port, say=say)
     say(f"torchft's lighthouse and dashboard at http://{bind}:{port}, coordinator at {bind}:{port + 1}, store at {bind}:{port + 2}")
     try:

@@ -15,6 +15,7 @@ import json
 import os
 import pickle
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -36,13 +37,15 @@ from everstep.checkpoint.writer import Ticket
 from everstep.cluster import environment
 from everstep.cluster.device import choose_device
 from everstep.cluster.dispatch import Rank, get_dispatch, ranks_of
+from everstep.cluster.exchange import broadcast_object, gather_objects, replica_secret
 from everstep.cluster.formation import Formation
 from everstep.cluster.group import StepResult
 from everstep.cluster.head import Head, Presence
 from everstep.cluster.lighthouse import TOKEN_VARIABLE, Lighthouse, Ports, read_result
+from everstep.cluster.processes import die_with_parent
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.slots import ListSlots, sample_ids
-from everstep.cluster.torchrun import check_port_free, report_exit
+from everstep.cluster.torchrun import EXIT_DIR, check_port_free, report_exit
 from everstep.cluster.verbs import Arguments, Slots, Verbs
 from everstep.cluster.worker import Worker
 from everstep.config import derive
@@ -87,6 +90,8 @@ class Entry:
 def join_world(config: Config) -> environment.RankEnvironment:
     """Join torchrun's world of this replica. Raises BadInput if the environment or the number of ranks does not fit."""
     env = environment.read_environment()
+    if sys.platform == "linux" and EXIT_DIR in os.environ:
+        die_with_parent(signal.SIGKILL)  # an agent that is killed can end nobody, and its replica is started anew elsewhere
     layout = derive.layout(config)
     if env.world_size != layout.ranks_per_replica:
         raise BadInput(
@@ -112,7 +117,7 @@ def enter(config: Config, clean: bool, watching: Watching) -> Entry:
     env = join_world(config)
     head: Head | None = None
     lighthouse: Lighthouse | None = None
-    shared: list[Any] = [None]
+    shared: Entry | EverstepError | None = None
     if env.rank == 0:
         try:
             entry = _register(config, clean, env, watching)
@@ -120,18 +125,19 @@ def enter(config: Config, clean: bool, watching: Watching) -> Entry:
                 watching.begin(entry.run_dir, own_log=False)
             head, lighthouse = entry.head, entry.lighthouse
             entry.head = entry.lighthouse = None  # of this process only
-            shared = [entry]
+            shared = entry
         except EverstepError as error:
-            shared = [error]
-    dist.broadcast_object_list(shared)
-    if isinstance(shared[0], EverstepError):
-        raise shared[0]
-    came: Entry = shared[0]
+            shared = error
+    came = broadcast_object(shared, replica_secret())
+    if isinstance(came, EverstepError):
+        raise came
+    assert isinstance(came, Entry)
     came.head, came.lighthouse = head, lighthouse
     return came
 
 
 def _register(config: Config, clean: bool, env: environment.RankEnvironment, watching: Watching) -> Entry:
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(os.environ.get("EVERSTEP_RESTARTS", "0"))
     lighthouse: Lighthouse | None = None
     if config.replica.id is None:
         token = secrets.token_hex(16)
@@ -139,12 +145,11 @@ def _register(config: Config, clean: bool, env: environment.RankEnvironment, wat
         lighthouse = Lighthouse(listener, env.master_addr, token, quorum=False, offer=watching.alerts.offer)
         address, wait_s = lighthouse.address, 60.0
     else:
-        if port := environment.manager_port():
-            check_port_free(port, "TORCHFT_MANAGER_PORT", host="")
         token = os.environ.get(TOKEN_VARIABLE, "")
         address, wait_s = Ports.parse(environment.lighthouse_address(config)).coordinator, config.lighthouse.wait_s
+        if (port := environment.manager_port()) and not restarts:  # of what a former life left there the end is waited for
+            check_port_free(port, "TORCHFT_MANAGER_PORT", host="")
     replica, nonce = config.replica.id or 0, secrets.token_hex(8)
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(os.environ.get("EVERSTEP_RESTARTS", "0"))
     head = Head(address, token, wait_s, {
         "replica": replica, "nonce": nonce, "config": config.model_dump(mode="json"), "clean": clean, "restarts": restarts,
     })
@@ -486,23 +491,20 @@ class LocalGroup(Verbs):
 
     def _from_head(self, ask: Callable[[Head], T]) -> T:
         """What the head is told, known to all ranks of the replica; or its error, raised by all."""
-        shared: list[Any] = [None]
+        shared: Any = None
         if self._head:
             try:
-                shared = [(ask(self._head), None)]
+                shared = (ask(self._head), None)
             except EverstepError as error:
-                shared = [(None, error)]
-        dist.broadcast_object_list(shared)
-        value, failure = shared[0]
+                shared = (None, error)
+        value, failure = broadcast_object(shared, replica_secret())
         if failure is not None:
             raise failure
         return value  # type: ignore[no-any-return]
 
     def _inside(self, value: Any) -> list[Any]:
         """Every rank's value, in the order of the ranks of this replica."""
-        gathered: list[Any] = [None] * self.layout.ranks_per_replica
-        dist.all_gather_object(gathered, value)
-        return gathered
+        return gather_objects(value, replica_secret())
 
     # -- the end of this life ----------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from everstep.cluster import environment
 from everstep.cluster.actor import RankActor, RefSlots
 from everstep.cluster.batch import TrainingBatch
-from everstep.cluster.formation import Life
+from everstep.cluster.formation import Meant
 from everstep.cluster.host import NoRoom, ProcessEnded, WorkerInfo, WorkerSpec
 from everstep.cluster.placement import place
 from everstep.cluster.processes import signal_pid, wait_gone
@@ -187,8 +187,8 @@ class RayHost:
     def slots(self, shared: list[list[Any]]) -> RefSlots:
         return RefSlots(shared)
 
-    def submit(self, worker: str, life: Life | None, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._actors[worker].run.remote(life, method, *args, **kwargs)
+    def submit(self, worker: str, meant: Meant | None, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._actors[worker].run.remote(meant, method, *args, **kwargs)
 
     def wait(self, pending: Collection[Any], timeout_s: float) -> list[Any]:
         done, _ = ray.wait(list(pending), num_returns=1, timeout=timeout_s)

@@ -15,6 +15,7 @@ from everstep.checkpoint import saving
 from everstep.checkpoint.choose import choose
 from everstep.checkpoint.manifest import pointed_at, step_of
 from everstep.cluster.copies import Copies
+from everstep.cluster.formation import Meant
 from everstep.cluster.host import Host, ProcessEnded
 from everstep.config.schema import Config
 from everstep.errors import DeadlineExceeded, EverstepError, NotEnoughReplicas
@@ -38,10 +39,11 @@ class Restored:
 
 
 class Rollback:
-    """``gone(worker)``: whether it is known to be dead."""
+    """``gone(worker)``: whether it is known to be dead; ``meant(member)``: what a call of its ranks says it is for."""
 
-    def __init__(self, host: Host, config: Config, copies: Copies, gone: Callable[[str], bool]):
+    def __init__(self, host: Host, config: Config, copies: Copies, gone: Callable[[str], bool], meant: Callable[[Member], Meant]):
         self._host, self._recovery, self._checkpoints, self._copies, self._gone = host, config.recovery, checkpoints_of(config), copies, gone
+        self._meant = meant
         self.states: dict[int, dict[str, Any]] = {0: {}}  # the recipe's, after each of the last steps
 
     def remember(self, record: Record) -> None:
@@ -66,6 +68,8 @@ class Rollback:
 
     def _restore(self, member: Member, committed: int) -> tuple[int, str, dict[str, Any] | None]:
         """(step, from where, the recipe's state if it was saved with it)."""
+        if all(version == committed for version in self._on_all(member, "version")):
+            return committed, "its own memory", None  # it was formed anew for another reason than a death
         if self._copies.made:
             saved_step = (step_of(named) or 0) if (named := pointed_at(self._checkpoints)) else -1
             for _ in range(_TRIES):
@@ -96,7 +100,7 @@ class Rollback:
         for rank, worker in enumerate(member.workers):
             there = found[rank][stamp]
             here = any(node(other) == node(worker) for other in there)
-            sources.append((stamp.version, stamp.epoch, None if here else self._copies.at(there[0])))
+            sources.append((stamp, None if here else self._copies.at(there[0])))
         return stamp.version if all(self._on_each(member, "restore_copy", sources)) else None
 
     def _on_all(self, member: Member, method: str, *args: Any) -> list[Any]:
@@ -104,8 +108,8 @@ class Rollback:
 
     def _on_each(self, member: Member, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """``arguments``: of each rank."""
-        life = (member.replica, member.build)
-        calls = {self._host.submit(worker, life, method, *arguments[index]): index for index, worker in enumerate(member.workers)}
+        meant = self._meant(member)
+        calls = {self._host.submit(worker, meant, method, *arguments[index]): index for index, worker in enumerate(member.workers)}
         results: list[Any] = [None] * len(calls)
         limit = self._recovery.heal_timeout_s
         end = time.monotonic() + limit

@@ -5,6 +5,7 @@ A new one begins empty: everything in it is named by a view's epoch or by a form
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -12,6 +13,17 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+_TIMEOUT_S = 60.0
+
+
+def serve_store(host: str, port: int = 0) -> dist.TCPStore:
+    """A store that listens on ``host`` alone: left to itself it would on all interfaces. ``port`` 0: a free one. Raises OSError."""
+    listener = socket.create_server((host, port), backlog=256)
+    number = listener.getsockname()[1]
+    return dist.TCPStore(
+        host, number, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_TIMEOUT_S), master_listen_fd=listener.detach()
+    )
 
 
 class RunStore:

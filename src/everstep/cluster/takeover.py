@@ -37,6 +37,7 @@ class Told:
     version: int | None                           # the step that it holds; None: dirty, or none
     holds: tuple[int, tuple[int, int]] | None     # (step, epoch) of the total that it keeps
     reference: bool
+    calls: int = 0                                # of former controllers that it has begun in this life
 
     @staticmethod
     def parse(said: Mapping[str, Any]) -> Told:
@@ -44,7 +45,7 @@ class Told:
         holds = said["holds"]
         return Told(
             record("last"), record("commit"), tuple(said["place"]) if said["place"] else None, said["version"],
-            (holds[0], (holds[1], holds[2])) if holds else None, said["reference"],
+            (holds[0], (holds[1], holds[2])) if holds else None, said["reference"], said["calls"],
         )
 
     def reaches(self, step: int, commit: Record | None) -> bool:
@@ -81,7 +82,10 @@ def decide(past: Past, told: Mapping[str, Told], run_dir: Path) -> Decision:
     step = last.view.committed
     commit = next((r for r in records if r.step == step and r.epoch is not None), None)
     lives = _lives(past.members | {m.replica: m for m in last.view.members}, told)
-    there = [m for m in lives.values() if all(w in told and told[w].place == (m.replica, r, m.build) for r, w in enumerate(m.workers))]
+    there = [
+        m for m in lives.values() if all(w in told and told[w].place == (m.replica, r, m.build) for r, w in enumerate(m.workers))
+        and len({told[w].calls for w in m.workers}) == 1  # else some are in a call that the others will never be in
+    ]
     members = [m for m in there if all(told[w].reaches(step, commit) for w in m.workers)]
     healing = [m for m in there if m not in members and m in last.view.members and m.replica in last.view.healing]
     placed = {w for m in lives.values() for w in m.workers}

@@ -18,21 +18,22 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol
 
+import psutil
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint import flushed, manifest, rng, saving, sharded
+from everstep.checkpoint import manifest, rng, saving, sharded
 from everstep.checkpoint.index import Index
 from everstep.checkpoint.memory import Stamp
-from everstep.checkpoint.shelf import Address
 from everstep.checkpoint.storage import place
 from everstep.checkpoint.writer import RankWriter, Ticket
-from everstep.cluster import orphaned
+from everstep.cluster import orphaned, rehearsal
 from everstep.cluster.batch import TrainingBatch
-from everstep.cluster.formation import Formation, Life, called_off
+from everstep.cluster.exchange import gather_batches
+from everstep.cluster.formation import Formation, Meant, called_off
 from everstep.cluster.group import Role
 from everstep.cluster.island import Island, Round, RoundWork, without_participants
-from everstep.cluster.keeping import Keeping, restored_from_disk
+from everstep.cluster.keeping import Keeping
 from everstep.cluster.processes import out_of_memory
 from everstep.cluster.rank_state import Kept, WholeState, clip, with_digests_of
 from everstep.cluster.run_store import RunStore
@@ -131,12 +132,13 @@ class Worker:
         self._kept: Kept | None = None
         self._entered = threading.Event()  # a view has included this worker in its present formation
         self.layout = derive.layout(config)
+        self.calls = orphaned.Calls()
         self.keeping = Keeping(config, self.layout, worker_id, copies, control, self.store, events)
         self.on_expelled: Callable[[], None] = self._abort_collectives  # this life is no member any more; on the control thread
         self._writer = RankWriter(self.store.open, device, events)
         self.victim = Victim(worker_id, events, control.fault_word, lambda: "step {}, {}".format(*control.where))
         control.on_record, control.on_fenced = self._on_record, self._fenced
-        control.describe, control.on_adopted = lambda: orphaned.describe(self), lambda found: orphaned.adopted(self, found)
+        control.describe, control.on_adopted = lambda incarnation: orphaned.describe(self, incarnation), lambda found: orphaned.adopted(self, found)
         control.on_order, control.on_phase = self.victim.obey, self.victim.enter
         control.on_diagnose = lambda folder: diagnosis.write_collectives(folder, worker_id)
         events.emit("process_start", device=str(device))
@@ -209,6 +211,7 @@ class Worker:
         if kept:
             kept.move_to_host(self.config.engine.offload)
         self._entered.clear()
+        self.calls.renew()
         self._rollout_weights = None
         size = len(formation.workers)
         os.environ.update(
@@ -264,6 +267,11 @@ class Worker:
         how = formation.start if formation.start == "peer" else self.config.model.init
         self.events.emit("model_ready", replica=replica, rank=rank, source="heal" if how == "peer" else how)
 
+    def rehearse(self) -> None:
+        """Of a spare that nobody needs at present (:mod:`everstep.cluster.rehearsal`)."""
+        if self._formation is None and self._kept is None:
+            rehearsal.rehearse(self.config, self._source.hf_config, self.device, self.events)
+
     def leave(self) -> None:
         """Drop all groups, now: closed sockets are how ranks that still wait for this one learn that it left. A clean state
         is kept for the next formation."""
@@ -317,15 +325,17 @@ class Worker:
 
     # -- calls ---------------------------------------------------------------------------------------------------------------
 
-    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], life: Life | None = None) -> Any:
+    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], meant: Meant | None = None) -> Any:
         """Call a public method; tells a broken replica (another rank is gone) from a failure of the method itself.
 
-        ``life``: which formation of which replica the call is for. One that was queued for a former life is refused: no other
-        rank makes it now.
+        ``meant``: which formation of which replica the call is for, and beside which coordinator it was made. One that was queued for a
+        former life, or by a controller that is gone, is refused: no other rank makes it now.
         """
         cpu.enter_thread()
-        if life is not None and (self._formation is None or self._formation.life != life):
-            raise ReplicaBroken(f"replica {life[0]}: {method} was called in its life {life[1]}, which is over")
+        if meant is not None:
+            if self._formation is None or self._formation.life != meant[:2]:
+                raise ReplicaBroken(f"replica {meant[0]}: {method} was called in its life {meant[1]}, which is over")
+            self.calls.begin(method, meant[2])
         function = getattr(self, method, None)
         if method.startswith("_") or not callable(function):
             raise WorkerFailed(f"worker has no public method {method!r}")
@@ -418,17 +428,16 @@ class Worker:
         self._make_room(gradients=room.gradients, optimizer=room.optimizer)
         self._refresh_rollout()
         self._make_room(parameters=room.parameters)
-        if self._rollout is None:
-            return batch.slice(0, 0)
-        return self._rollout.generate(batch, sampling)
+        return self._rollout.generate(batch, sampling) if self._rollout else batch.slice(0, 0)
 
     def from_collecting_rank(self, batch: TrainingBatch) -> TrainingBatch:
-        """What the collecting rank of this rank's data-parallel coordinate gives. Collective over the replica."""
+        """What the collecting rank of this rank's data-parallel coordinate gives, without the data's own records. Collective over the replica."""
         if self.layout.ranks_per_replica == 1:
             return batch
-        everybody: list[Any] = [None] * self.layout.ranks_per_replica
-        dist.all_gather_object(everybody, batch if self.formation.rank in self.layout.collect_ranks() else None)
-        found: TrainingBatch = everybody[self.layout.collect_ranks()[self.position.dp]]
+        mine = TrainingBatch(batch.tensors, {n: c for n, c in batch.columns.items() if n != "record"}, batch.sample_ids, batch.weight_versions)
+        everybody = gather_batches(mine if self.formation.rank in self.layout.collect_ranks() else None)
+        found = everybody[self.layout.collect_ranks()[self.position.dp]]
+        assert found is not None
         return found
 
     def send_weights(self, streams: dict[str, str], version: int, kind: sync.Kind) -> dict[str, str]:
@@ -525,12 +534,7 @@ class Worker:
     def load_shard(self, address: str, version: int, reference: bool) -> None:
         """Restore this rank from a checkpoint of any layout; an island from its own part, if that is there, else from another's."""
         folder = place(address)
-        if flushed.is_flushed(folder):
-            stamp = flushed.read(folder).stamp
-            assert stamp is not None and stamp.version == version
-            restored_from_disk(folder, self.formation.rank, stamp, self.state)
-            self.events.emit("load", step=version, path=address)
-            self.keeping.copy(self.state)
+        if self.keeping.load_flushed(folder, self.state):
             return
         if reference:
             self.keep_reference()
@@ -548,16 +552,18 @@ class Worker:
         self.events.emit("load", step=version, path=address)
         self.keeping.copy(self.state)
 
-    def restore_copy(self, version: int, epoch: tuple[int, int], source: Address | None) -> bool:
+    def version(self) -> int | None:
+        """The step whose state this rank holds."""
+        return self.state.version
+
+    def restore_copy(self, stamp: Stamp, source: tuple[str, int, str] | None) -> bool:
         """Go back to a copy in this node's memory, or in that of the node whose shelf is at ``source``; False if it is not there any more."""
-        return self.keeping.restore(self.state, Stamp(version, epoch), source)
+        return self.keeping.restore(self.state, stamp, source)
 
     def memory_bytes(self) -> int:
         """Device memory in use (CUDA), or resident memory of the process (CPU)."""
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
-        import psutil
-
         return int(psutil.Process().memory_info().rss)
 
     @property

@@ -72,6 +72,11 @@ class RecoveryConfig(Section):
         gt=0,
         description="Seconds before the second try to start a process in a place; doubled for each try after it, up to 60 s.",
     )
+    rehearse: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Whether an idle spare forms a world by itself and makes one step of a single layer, so that libraries are loaded and "
+        "kernels compiled before it is needed. `auto`: on GPUs.",
+    )
     on_resize: str = Field(
         "keep_batch",
         description="What a step is while fewer replicas take part than layout.replicas: `keep_batch` the same samples, shared out among "

@@ -19,6 +19,7 @@ Nothing here has any effect when an accelerator exists.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -91,6 +92,8 @@ def apply() -> None:
 
         # Megatron reaches below torch.cuda for the random state, through the C extension.
         megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+        # It warns where the CPU's random state changes beside the device's. Here they are one.
+        logging.getLogger(megatron_random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
         megatron_random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
         _applied = True
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from everstep.config.schema import ModelConfig
 from everstep.errors import BadInput
+from everstep.paths import within
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -527,8 +528,8 @@ def _safetensors_files(source: ModelSource) -> list[Path]:
     if not index.is_file():
         return sorted(source.dir.glob("*.safetensors"))
     try:
-        files = sorted({source.dir / name for name in json.loads(index.read_text())["weight_map"].values()})
-    except (json.JSONDecodeError, KeyError, AttributeError) as e:
+        files = sorted({source.dir / within(name) for name in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, KeyError, AttributeError) as e:
         raise BadInput(f"{index} cannot be read: {_line(e)}") from e
     missing = [path.name for path in files if not path.is_file()]
     if missing:

@@ -50,7 +50,8 @@ class Control:
     ``fence_s``: seconds of silence after which the coordinator is lost; None: never (it lives in this process). ``grace_s``: seconds
     in which another coordinator is waited for (``grace_key``: what sets them); ``find()``: the newest announcement of one;
     ``on_adopted(it)`` is called once it accepted this rank, before its first record, ``on_abandoned(cause)`` once none came, or this
-    rank was refused: it need not return. ``describe()``: what this rank says of its place and state then.
+    rank was refused: it need not return. ``describe(incarnation)``: what this rank then says of its
+    place and state to that coordinator.
     """
 
     _orphaned: str | None = None  # why this rank has no coordinator at present, but may find another one
@@ -66,7 +67,7 @@ class Control:
         self.on_phase: Callable[[int, str], None] = lambda step, phase: None
         self.on_fenced: Callable[[str], None] = lambda cause: None
         self.find: Callable[[], Announcement | None] = lambda: None
-        self.describe: Callable[[], dict[str, Any]] = lambda: {}
+        self.describe: Callable[[int], dict[str, Any]] = lambda incarnation: {}
         self.on_adopted: Callable[[Announcement], None] = lambda announcement: None
         self.on_abandoned: Callable[[str], None] = lambda cause: None
         self._heartbeat_s, self._fence_s, self._grace_s, self._grace_key = heartbeat_s, fence_s, grace_s, grace_key
@@ -367,7 +368,7 @@ class Control:
         self.on_adopted(dataclasses.replace(found, incarnation=answer["incarnation"]))
         records = self._records
         commit = next((r.to_json() for r in reversed(records) if r.kind is Kind.COMMIT), None)
-        state = {"last": records[-1].to_json() if records else None, "commit": commit, **self.describe()}
+        state = {"last": records[-1].to_json() if records else None, "commit": commit, **self.describe(answer["incarnation"])}
         with self._changed:
             self._orphaned = None
             self._changed.notify_all()

@@ -221,6 +221,10 @@ class Desk:
         with self._changed:
             self._changed.wait_for(lambda: not self._sessions, timeout_s)
 
+    def meant_for(self, member: Member) -> tuple[int, int, int]:
+        """What a call of a member's ranks says it is for: this life of the replica, beside this coordinator."""
+        return member.replica, member.build, self.coordinator.view.epoch.incarnation
+
     def connected(self, worker: str) -> bool:
         return worker in self._sessions
 
@@ -257,7 +261,7 @@ class Desk:
                     for finding in self.coordinator.take_findings():
                         self._events.emit("non_finite", step=finding.step, epoch=finding.epoch, **finding.fields())
                 for record in records:
-                    message = {"type": "record", "record": record.to_json()}
+                    message = wire.Shared(type="record", record=record.to_json())
                     if record.kind is not Kind.BUILD:
                         self._log.write(record)
                         self._latest = message

@@ -183,7 +183,8 @@ class CoordinatorServer(Desk):
     def _heartbeat_loop(self) -> None:
         """Silence of the coordinator means something to a rank only because it is never silent."""
         while not self._closed:
+            heartbeat = wire.Shared(type="heartbeat")
             with self._changed:
                 for session in self._sessions.values():
-                    session.put({"type": "heartbeat"})
+                    session.put(heartbeat)
             time.sleep(self._heartbeat_s)

@@ -6,6 +6,7 @@ of a death within milliseconds, on any node, without a heartbeat.
 
 from __future__ import annotations
 
+import functools
 import json
 import socket
 import struct
@@ -21,8 +22,20 @@ class Closed(Exception):
     """The other end is gone."""
 
 
+class Shared(dict[str, Any]):
+    """A message for many: encoded once. It must not change any more."""
+
+    @functools.cached_property
+    def body(self) -> bytes:
+        return _encode(self)
+
+
+def _encode(message: dict[str, Any]) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
 def send(sock: socket.socket, message: dict[str, Any]) -> None:
-    body = json.dumps(message, separators=(",", ":")).encode()
+    body = message.body if isinstance(message, Shared) else _encode(message)
     try:
         sock.sendall(_HEADER.pack(len(body)) + body)
     except OSError as error:

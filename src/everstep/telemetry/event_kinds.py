@@ -202,6 +202,7 @@ EVENTS: dict[str, EventKind] = {
     ),
     "spare_used": _kind("lead", "A spare takes the place of a dead rank.", "replica rank spare"),
     "spare_ready": _kind("lead", "A spare is warm; `spares` counts the warm ones.", "spares"),
+    "rehearsed": _kind("rank", "A spare has made a step of one layer by itself: libraries are loaded, kernels compiled.", "seconds"),
     "leave": _kind("lead", "The worker is to leave (drain, preemption notice), between two steps.", "replica rank worker cause"),
     "retire": _kind("lead", "The worker, which belongs to no member any more, ends; that is no death.", "replica rank worker cause"),
     "restart": _kind(

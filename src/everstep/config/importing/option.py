@@ -65,10 +65,6 @@ class Option:
     fill: bool = False
     aliases: tuple[str, ...] = ()
 
-    @property
-    def has_default(self) -> bool:
-        return self.default is not _UNSET
-
 
 def same(name: str, ours: str, how: str = "", *, default: Any = _UNSET, aliases: tuple[str, ...] = ()) -> Option:
     """The same under another name. A ``default`` is filled in: give it only where it is another than ours."""

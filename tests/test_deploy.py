@@ -156,3 +156,52 @@ def test_the_image_copies_what_there_is() -> None:
     import tomllib
 
     assert set(extras[1].split(",")) <= set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+
+
+_SRUN = """#!{python}
+import os, signal, subprocess, sys
+words = sys.argv[1:]
+flags = []
+while words and words[0].startswith("-"):
+    flags.append(words.pop(0))
+    if flags[-1] == "-w":
+        words.pop(0)
+nodes = 1 if "--nodes=1" in flags else int(os.environ["SLURM_NNODES"])
+tasks = [subprocess.Popen(words, env=os.environ | dict(SLURM_PROCID=str(i), SLURM_NODEID=str(i), SLURM_STEP_NUM_NODES=str(nodes))) for i in range(nodes)]
+signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
+sys.exit(max(abs(task.wait()) for task in tasks))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_the_script_of_launcher_local_trains(tmp_path: Path) -> None:
+    """On this machine: srun starts every task here, the interface is the loopback; lighthouse, replicas, training and exit code are real."""
+    import os
+    import socket
+    import sys
+
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    programs = {
+        "srun": _SRUN.replace("{python}", sys.executable),
+        "scontrol": '#!/bin/sh\n[ "$1" = show ] && printf "a\\nb\\n" || echo "$@" >> "$REQUEUED"\n',
+        "ip": '#!/bin/sh\necho "1: lo    inet 127.0.0.1/8 scope host lo"\n',
+        "everstep": f'#!/bin/sh\nexec {sys.executable} -m everstep "$@"\n',
+    }
+    for name, text in programs.items():
+        (bin_ / name).write_text(text)
+        (bin_ / name).chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = {
+        **os.environ, "PATH": f"{bin_}:{os.environ['PATH']}", "SLURM_NNODES": "2", "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "t", "SLURM_JOB_NODELIST": "a,b",
+        "SLURM_GPUS_ON_NODE": "1", "RUN": str(tmp_path / "run"), "PORT": str(port), "DEVICE": "cpu", "IFNAME": "lo", "REQUEUED": str(tmp_path / "requeued"),
+    }
+    arguments = ["examples/sft_text.yaml", "sft.steps=12", "telemetry.progress=none", "telemetry.tensorboard=false", "checkpoint.hf=false"]
+    done = subprocess.run(["bash", str(DEPLOY / "slurm" / "local.sbatch"), *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
+    from everstep.telemetry.history import check, worst
+
+    assert not worst(check(tmp_path / "run")) and not (tmp_path / "requeued").exists()
+    assert (tmp_path / "run" / "checkpoints" / "step-000012").is_dir()

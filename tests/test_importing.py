@@ -178,7 +178,8 @@ def test_the_commands_of_torchtitan(tmp_path: Path) -> None:
     assert result.unknown == {} and set(result.missing) == {"model.path"} and set(result.unsupported) == {"$MODEL", "$CONFIG"}
     assert keys["layout.replicas"] == 2 and keys["layout.dp"] == 4 and keys["recovery.enabled"] is True
     assert keys["sft.samples_per_step"] == 8 * 4 * 2 and keys["optimizer.warmup_steps"] == 200 and keys["data.source"] == "c4.jsonl"
-    assert {"torchft_lighthouse.join_timeout_ms", "$NGPU", "$RUST_BACKTRACE", "fault_tolerance.replica_id"} <= set(result.implied) | set(result.mapped)
+    assert keys["lighthouse.min_replicas"] == 1 and keys["lighthouse.join_timeout_ms"] == 10000
+    assert {"torchft_lighthouse.quorum_tick_ms", "$NGPU", "$RUST_BACKTRACE", "fault_tolerance.replica_id"} <= set(result.implied) | set(result.mapped)
     assert load(None, ["model.path=x", *(f"{k}={v}" for k, v in keys.items())]).config.layout.dp == 4
 
 
@@ -289,6 +290,28 @@ def test_their_defaults_are_configurations() -> None:
         text = as_yaml(result, "x")
         tree = yaml.safe_load(text)
         assert tree == yaml.safe_load(yaml.safe_dump(nested(plain(result)))), text
+
+
+def test_nothing_of_what_is_read_gets_out_of_its_comment(tmp_path: Path) -> None:
+    odd = yaml.safe_dump({"trainer": {"project_name": "a\nlayout: {replicas: 9}\n#", "n": {"x\ny": "\0z"}, "logger": ["console\nseed: 7"]}})
+    result = translate("siirl", [write(tmp_path, odd, "c.yaml")], environ={})
+    tree = yaml.safe_load(as_yaml(result, "a\nrecipe: dpo"))
+    assert tree == yaml.safe_load(yaml.safe_dump(nested(plain(result)))) and tree["telemetry"]["project"].startswith("a\n")
+    assert tree["recipe"] == "ppo" and tree["layout"]["replicas"] == 8 and tree["seed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.py", "x = " + "(" * 5000), ("a.sh", "A=$((" + "(" * 5000 + "1" + ")" * 5000 + "))\nsiirl trainer.nnodes=$A"), ("a.yaml", "\0"), ("a.toml", "a = "),
+     ("a.sh", "siirl trainer.nnodes=$(("), ("a.yaml", "- 1\n- 2"), ("a.py", "x = 1"), ("a.sh", "echo hello")],
+)  # fmt: skip
+def test_files_that_make_no_sense_are_bad_input(tmp_path: Path, name: str, text: str) -> None:
+    """Or a value that is not known; nothing else, and no traceback."""
+    try:
+        result = translate("siirl", [write(tmp_path, text, name)], environ={})
+    except BadInput:
+        return
+    assert "trainer.nnodes" in result.unsupported
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -34,12 +34,17 @@ def commented(keys: Mapping[str, tuple[Any, str]]) -> str:
     return "\n".join(lines)
 
 
+def comment(text: str) -> str:
+    """``text`` as it can stand behind a ``#``: in one line, of printable characters."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def _lines(value: Any, name: str, key: str, depth: int, keys: Mapping[str, tuple[Any, str]]) -> list[str]:
     if key not in keys:
         inner = [line for child, below in value.items() for line in _lines(below, child, f"{key}.{child}", depth + 1, keys)]
         return [f"{'  ' * depth}{name}:", *inner]
     text = f"{'  ' * depth}{name}: {_scalar(value)}"
-    return [f"{text:<48}  # {keys[key][1]}"]
+    return [f"{text:<48}  # {comment(keys[key][1])}"]
 
 
 def _scalar(value: Any) -> str:

@@ -18,7 +18,7 @@ from everstep.config.importing import ray_example, siirl, torchtitan, twinkle
 from everstep.config.importing.option import Given, Option, Untranslatable
 from everstep.config.importing.reading import read
 from everstep.config.load import from_tree
-from everstep.config.writing import commented, nested
+from everstep.config.writing import comment, commented, nested
 from everstep.errors import BadInput, ConfigError
 
 SYSTEMS: dict[str, ModuleType] = {"siirl": siirl, "torchtitan": torchtitan, "ray-example": ray_example, "twinkle": twinkle}
@@ -88,7 +88,7 @@ def _one(option: Option, value: Any, given: Given, result: Translation, by_defau
         if not by_default or option.name in ("trainer.total_epochs",):
             result.unsupported[option.name] = f"{told}: {why}"
         return
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
         raise BadInput(f"{option.name}{told} is no value that {result.system.TITLE} would take ({type(error).__name__})") from error
     if option.kind == "implied" or not made:
         if not by_default:
@@ -149,9 +149,9 @@ def _show(value: Any) -> str:
 def as_yaml(result: Translation, what: str) -> str:
     """A configuration file: our keys, each with what it comes from; above them what has no counterpart, below what needs none."""
     def lines(items: Mapping[str, str]) -> list[str]:
-        return [f"#   {name}{reason}" for name, reason in items.items()]
+        return [comment(f"#   {name}{reason}") for name, reason in items.items()]
 
-    head = [f"# Translated from {result.system.TITLE}: everstep config import {what}"]
+    head = [comment(f"# Translated from {result.system.TITLE}: everstep config import {what}")]
     for title, items in (
         ("Without counterpart here:", result.unsupported),
         ("Not known, and left out:", result.unknown),

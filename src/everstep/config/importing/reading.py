@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,11 +65,13 @@ def _file(system: ModuleType, path: Path, found: Found, environ: Mapping[str, st
             case ".toml":
                 _tree(tomllib.loads(text), "", found, str(path))
             case ".py":
-                _python(ast.parse(text), found, str(path))
+                with warnings.catch_warnings(action="ignore"):  # of another's code
+                    module = ast.parse(text)
+                _python(module, found, str(path))
             case _:
                 _script(system, text, found, str(path), environ)
-    except (yaml.YAMLError, tomllib.TOMLDecodeError, SyntaxError) as error:
-        raise BadInput(f"{path} is not valid: {str(error).splitlines()[0]}") from error
+    except (yaml.YAMLError, tomllib.TOMLDecodeError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
+        raise BadInput(f"{path} is not valid: {(str(error) or type(error).__name__).splitlines()[0]}") from error
 
 
 def _tree(tree: Mapping[str, Any], prefix: str, found: Found, origin: str) -> None:

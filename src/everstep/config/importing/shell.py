@@ -247,7 +247,7 @@ def _arithmetic(text: str, variables: Mapping[str, str | Unknown], nested: int) 
     expanded = _NAME.sub(lambda name: _variable(name[0], variables, nested), expanded)  # $((A * B)) needs no dollars
     try:
         return _number(ast.parse(expanded.strip(), mode="eval").body)
-    except (SyntaxError, ZeroDivisionError, KeyError) as error:
+    except (SyntaxError, ValueError, ArithmeticError, KeyError, RecursionError, MemoryError) as error:
         raise Unknown(f"$(({text})) is not understood") from error
 
 

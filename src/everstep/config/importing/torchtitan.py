@@ -258,9 +258,9 @@ OPTIONS: dict[str, Option] = table(
     implied("$REPLICA_GROUP_ID", _LOCAL + "the same variable says which replica a command starts"),
     implied("$RUST_LOGS", "of torchft, launcher=local: the same; of everstep: log.level, or EVERSTEP_LOG", aliases=("$RUST_LOG",)),
     implied("$RUST_BACKTRACE", "of torchft, launcher=local: the same; of everstep: --debug shows tracebacks"),
-    implied("torchft_lighthouse.min_replicas", _LOCAL + "everstep lighthouse --min-replicas: how many begin the run. How many it needs to go on: recovery.min_replicas"),
-    implied("torchft_lighthouse.quorum_tick_ms", _LOCAL + "everstep lighthouse --quorum-tick-ms"),
-    implied("torchft_lighthouse.join_timeout_ms", _LOCAL + "everstep lighthouse --join-timeout-ms; it counts at the start only, nobody waits for who comes later"),
-    implied("torchft_lighthouse.heartbeat_timeout_ms", _LOCAL + "everstep lighthouse --heartbeat-timeout-ms"),
+    same("torchft_lighthouse.min_replicas", "lighthouse.min_replicas", _LOCAL + "for everstep up and everstep lighthouse --min-replicas: how many begin the run. How many it needs to go on: recovery.min_replicas"),
+    same("torchft_lighthouse.quorum_tick_ms", "lighthouse.quorum_tick_ms", _LOCAL + "for everstep up, and everstep lighthouse --quorum-tick-ms"),
+    same("torchft_lighthouse.join_timeout_ms", "lighthouse.join_timeout_ms", _LOCAL + "for everstep up, and everstep lighthouse --join-timeout-ms; it counts at the start only, nobody waits for who comes later"),
+    same("torchft_lighthouse.heartbeat_timeout_ms", "lighthouse.heartbeat_timeout_ms", _LOCAL + "for everstep up, and everstep lighthouse --heartbeat-timeout-ms"),
     implied("torchft_lighthouse.bind", _LOCAL + "everstep lighthouse --bind and --port"),
 )  # fmt: skip

@@ -372,7 +372,8 @@ def test_a_run_that_generates_ahead_resumes_with_what_engines_had_made(tmp_path)
     done = finish(config(DEMO, tmp_path, *common, "rl.iterations=6", "resume=auto"), host=ForkedHost)
     assert_invariants(done, 10)
     assert versions(done)[-2:] == [1.0, 1.0] and len(versions(done)) == 6
-    used = [sample.rsplit("/", 2)[1:] for commit in done.kind("commit") if commit.step > 4 for sample in commit["samples"]]
+    standing = {commit.step: commit for commit in done.kind("commit") if commit.step > 4}  # the last one of each step: a checkpoint may have been behind
+    used = [sample.rsplit("/", 2)[1:] for commit in standing.values() for sample in commit["samples"]]
     assert len(used) == len({tuple(u) for u in used}) == 6 * 16 * 16
     saved = {step_of(folder) for folder in checkpoint_folders(tmp_path / "checkpoints")}
     assert {int(path.stem[6:]) for path in (tmp_path / "iterations").glob("ahead-*.json")} <= saved
@@ -401,7 +402,8 @@ def test_engines_as_ray_actors(tmp_path, undisturbed) -> None:
     faults = ["{step: 5, phase: generate, kind: kill, rank: 0}", "{step: 7, phase: generate, kind: stop, rank: 1}"]
     done = finish(config(DEMO, tmp_path, *SHORT, *ENGINES, "recovery.silence_s=5", f"faults=[{', '.join(faults)}]"), clean=True)
     assert_invariants(done, 8)
-    assert done.final_hashes == undisturbed.final_hashes and len(done.kind("rollout_start")) == 2
+    assert done.final_hashes == undisturbed.final_hashes
+    assert len(done.kind("rollout_death")) == 2 and done.kind("rollout_start"), "the second one may come when the run is over"
 
 
 def test_plan_counts_engines(tmp_path) -> None:

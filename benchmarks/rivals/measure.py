@@ -106,11 +106,7 @@ def nvrx(setting: Setting, kills: int) -> list[Cost]:
         try:
             costs.append(cost_of("nvrx", log, RANKS, RANKS + 1, functools.partial(_kill, victim), setting.rng, "in-process, 1 in reserve"))
         finally:
-            everybody = [p for rank in ranks for p in _children(rank.pid)]
-            end(ranks)
-            for process in everybody:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+            _end_all(ranks, log)
     return costs
 
 
@@ -124,11 +120,7 @@ def ray_train(setting: Setting, kills: int) -> list[Cost]:
             strike: Callable[[list[dict[str, Any]]], float] = lambda rows: kill(setting.rng.choice(sorted({row["pid"] for row in rows[-RANKS:]})))
             costs.append(cost_of("ray-train", log, RANKS, RANKS, strike, setting.rng, f"its own restart, checkpoint every {SAVED_EVERY} steps"))
     finally:
-        everybody = _children(driver.pid)
-        end([driver])
-        for process in everybody:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        _end_all([driver], log)
     return costs
 
 
@@ -136,11 +128,20 @@ def _kill(pid: int, rows: list[dict[str, Any]]) -> float:
     return kill(pid)
 
 
-def _children(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
+def _end_all(started: Sequence[subprocess.Popen[bytes]], log: Log) -> None:
+    """What was started, what that started, and what was detached of it: that one carries the log's folder in its command line."""
+    everybody: list[psutil.Process] = []
+    for process in started:
+        with suppress(psutil.NoSuchProcess):
+            everybody += psutil.Process(process.pid).children(recursive=True)
+    end(started)
+    for other in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if other.pid != os.getpid() and str(log.folder) in other.cmdline():
+                everybody.append(other)
+    for other in everybody:
+        with suppress(psutil.NoSuchProcess):
+            other.kill()
 
 
 def restart(setting: Setting, kills: int) -> list[Cost]:

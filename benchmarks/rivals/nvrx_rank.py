@@ -4,7 +4,7 @@ begins anew on those that live, a reserve rank among them; weights and optimizer
     RANK=0 WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 MASTER_PORT=29511 python -m benchmarks.rivals.nvrx_rank --log FOLDER
 """
 
-from __future__ import annotations
+# No postponed annotations: the wrapper finds by the type of a parameter that it is to be passed itself.
 
 import os
 from datetime import timedelta
@@ -32,10 +32,11 @@ def main() -> None:
         monitor_thread_interval=TICK, monitor_process_interval=TICK, heartbeat_interval=TICK, progress_watchdog_interval=TICK, last_call_wait=TICK,
         soft_timeout=timedelta(seconds=20), hard_timeout=timedelta(seconds=30), heartbeat_timeout=timedelta(seconds=10),
     )
-    def train() -> None:
+    def train(call_wrapper: inprocess.CallWrapper = None) -> None:  # type: ignore[assignment]
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=size, timeout=timedelta(seconds=10),
-                                init_method=None)
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)  # the wrapper's own
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo", store=dist.PrefixStore(f"train/{call_wrapper.iteration}", store),
+                                rank=rank, world_size=size, timeout=timedelta(seconds=10))
         _take_from_the_newest(work, size)
         while True:
             work.backward(rank)

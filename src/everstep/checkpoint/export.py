@@ -92,6 +92,10 @@ def export(checkpoint: str, out: str, adapter: bool = False, critic: bool = Fals
     config = read_config(folder)
     if adapter and not config.lora.rank:
         raise BadInput(f"{checkpoint}: has no adapters (lora.rank is 0); export it without --adapter")
+    if adapter and config.model.init == "random":
+        raise BadInput(
+            f"{checkpoint}: its adapters belong to random weights (model.init=random), which nobody can load; export the whole model, without --adapter"
+        )
     if critic and config.recipe != "ppo":
         raise BadInput(f"{checkpoint}: has no critic (recipe={config.recipe}); export it without --critic")
     if adapter and critic:

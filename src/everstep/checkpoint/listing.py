@@ -57,7 +57,8 @@ def rows(checkpoints: Path, verify: bool) -> list[Row]:
         try:
             said = manifest.read_manifest(folder)
             sizes = [f"{name} {size}" for name, size in said.layout.items() if size != 1]
-            nbytes, made, layout = said.nbytes, said.wall_time, ", ".join([*sizes, f"{said.details.get('replicas', '?')} replicas"])
+            replicas = said.details.get("replicas", "?")
+            nbytes, made, layout = said.nbytes, said.wall_time, ", ".join([*sizes, "1 replica" if replicas == 1 else f"{replicas} replicas"])
         except BadInput:
             pass  # it is the trouble
         step = manifest.step_of(folder)

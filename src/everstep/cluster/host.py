@@ -194,7 +194,7 @@ def make_worker(spec: WorkerSpec, node: str, abandon: Callable[[str], None] | No
         from everstep.rl.rollout.serving import EngineWorker
 
         start_log(lambda: dict(zip(("step", "phase"), control.where, strict=True)))
-        return EngineWorker(spec.config, spec.worker_id, device, control, spec.store, events)
+        return EngineWorker(spec.config, spec.worker_id, device, control, spec.store, events, run_dir)
     from everstep.cluster.worker import Worker
 
     Notices(recovery.preemption_file, control.leaving)

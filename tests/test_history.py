@@ -31,7 +31,7 @@ def engine_rows() -> list[dict[str, Any]]:
     last = [row for row in read(RECORDED)["lead.jsonl"] if row["event"] == "commit"][-1]
     common = {**{k: last[k] for k in ("t_wall", "t_mono", "host")}, "who": "e0", "pid": 999999999, "epoch": None, "engine": "e0"}
     said = [("process_start", {"device": "cpu"}), ("rollout_sync_begin", {"step": last["step"], "kind": "full"}),
-            ("rollout_sync", {"step": last["step"], "kind": "full", "nbytes": 10, "seconds": 0.1}),
+            ("rollout_sync", {"step": last["step"], "kind": "full", "nbytes": 10, "seconds": 0.1, "way": "host"}),
             ("rollout_made", {"samples": ["0/0#0"], "version": last["step"]})]
     return [{**common, "step": None, "event": kind, **more, "t_wall": last["t_wall"] + 0.001 * n} for n, (kind, more) in enumerate(said, 1)]
 
@@ -184,9 +184,10 @@ def _set(which: str, **fields: Any) -> Callable[[Rows], None]:
         lambda rows: rows["e0.jsonl"].remove(pick(rows, "e0", "rollout_sync")),  # the transfer was never complete
         _set("rollout_sync", kind="base"),                                    # frozen weights alone are not the model
         _set("rollout_made", pid=999999998),                                  # another process, which got nothing
+        lambda rows: rows["e0.jsonl"].insert(3, pick(rows, "e0", "rollout_sync") | {"event": "rollout_sleep"}),  # it has given them up
         lambda rows: [row.update(step=99) if row["step"] else row.update(version=99) for row in rows["e0.jsonl"] if row["step"] or "version" in row],
     ],
-    ids=["other-version", "half-of-them", "base-only", "restarted", "not-committed"],
+    ids=["other-version", "half-of-them", "base-only", "restarted", "asleep", "not-committed"],
 )
 def test_an_engine_that_serves_what_it_does_not_hold_is_found(run, change):
     assert corrupt(run, change) == {10}

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
+import os
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,14 +15,19 @@ from tests.support.runs import DEMO, Finished, config, finish, gone
 from tests.test_faults import assert_invariants
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from everstep.checkpoint.manifest import checkpoint_folders, step_of
+from everstep.cluster.endpoint import ask
 from everstep.cluster.forked import ForkedHost
 from everstep.config.check import check_plan
 from everstep.config.load import load_config
-from everstep.errors import ConfigError
+from everstep.errors import ConfigError, NotEnoughReplicas, WorkerFailed
 from everstep.plan import make_plan, size_rows
+from everstep.rl import ahead
+from everstep.rl.record import settings_digest
 from everstep.rl.rollout import Sampling
 from everstep.rl.rollout.decoding import Pending
 from everstep.rl.rollout.transformers import TransformersRollout
+from everstep.telemetry.events import Event, of_kind, read_events
 from everstep.telemetry.history import check
 from everstep.telemetry.metrics import read_metrics
 
@@ -48,6 +58,139 @@ def test_engines_that_are_killed_while_they_generate_and_while_they_get_weights_
     assert len(done.kind("fault")) == 4 and len(done.kind("rollout_death")) == len(done.kind("rollout_start")) == 3
     assert sum(e["requeued"] for e in done.kind("rollout_death")) > 0 and not done.kind("drop")
     assert next(f for f in check(done.folder) if f.number == 10).held
+
+
+def _second_engine_fails_twice() -> None:
+    """Called first in every worker process, whose name is the worker's."""
+    if mp.current_process().name in ("e1", "e1.1"):
+        os._exit(3)
+
+
+def _engines_fail() -> None:
+    if mp.current_process().name.startswith("e"):
+        os._exit(3)
+
+
+def _only_the_first_engine_starts() -> None:
+    if mp.current_process().name.startswith("e0."):
+        os._exit(3)
+
+
+def test_an_engine_that_does_not_start_is_tried_again_and_engines_come_and_go_while_the_run_goes_on(tmp_path, undisturbed) -> None:
+    """And nothing of it shows in the final weights."""
+    told = []
+
+    def operator() -> None:
+        def until(kind: str, true: Callable[[Event], bool]) -> None:
+            end = time.monotonic() + 30
+            while time.monotonic() < end and not any(map(true, happened(tmp_path, kind))):
+                time.sleep(0.02)
+
+        until("commit", lambda e: e.step == 5)
+        told.append(ask(tmp_path, "engines", engines=3))
+        until("rollout_made", lambda e: e.who.startswith("e2."))
+        told.append(ask(tmp_path, "engines", engines=1))
+        told.append(ask(tmp_path, "engines", engines=2))
+
+    thread = threading.Thread(target=operator, daemon=True)
+    thread.start()
+    slow = "reward.function=tests.support.slow_reward:position_match"  # so that there is time for all this
+    done = finish(config(DEMO, tmp_path, *SHORT, *ENGINES, slow), clean=True, host=lambda c: ForkedHost(c, prepare=_second_engine_fails_twice))
+    thread.join(5)
+    assert_invariants(done, 8)
+    assert gone(done.pids) and done.final_hashes == undisturbed.final_hashes
+    failed = done.kind("rollout_start_failed")
+    assert [e["engine"] for e in failed] == ["e1", "e1.1"] and [e["again_s"] for e in failed] == [1.0, 2.0]
+    assert "could not start" in failed[0]["cause"] and not done.kind("rollout_death")
+    assert len(told) == 3 and not told[0]["leaving"] and told[1]["engines"] == told[2]["engines"] == ["e0"], told
+    left = [e["engine"] for e in done.kind("rollout_leave")]
+    assert any(e["engine"].startswith("e2.") for e in done.kind("rollout_start")) and any(name.startswith("e2.") for name in left)
+    assert max(e["seconds"] for e in done.kind("call") if e["method"] == "rollout") < 20, "nobody waits for an engine that left"
+
+
+def happened(folder: Path, kind: str) -> list[Event]:
+    return of_kind(read_events(folder / "events"), kind) if (folder / "events").is_dir() else []
+
+
+@pytest.mark.parametrize(
+    ("prepare", "more", "error", "why"),
+    [
+        (_engines_fail, [], WorkerFailed, "no rollout engine could start: e[01]: WorkerFailed: worker e[01] could not start"),
+        (_only_the_first_engine_starts, ["rollout.engines=1", "rollout.engine_restarts=2", "faults=[{step: 5, phase: generate, kind: kill, rank: 0}]"],
+         NotEnoughReplicas, r"no rollout engine is left, after 2 restarts .*the last one failed: e0\.2: WorkerFailed"),
+    ],
+    ids=["at-the-start", "later"],
+)
+def test_a_run_without_engines_ends_with_the_reason(tmp_path, prepare, more, error, why) -> None:
+    conf = config(DEMO, tmp_path, *SHORT, *ENGINES, *more)
+    with pytest.raises(error, match=why):
+        finish(conf, clean=True, host=lambda c: ForkedHost(c, prepare=prepare))
+    assert gone({e.pid for e in read_events(tmp_path / "events") if e.who != "lead"})
+
+
+def test_an_idle_spares_device_generates_until_the_spare_is_needed(tmp_path, undisturbed) -> None:
+    more = ["rollout.engines=1", "rollout.on_spares=true", "reward.function=tests.support.slow_reward:position_match",
+            "faults=[{step: 7, phase: compute, kind: kill, replica: 1, rank: 0}]"]
+    done = engines(tmp_path, *more)
+    assert done.final_hashes == undisturbed.final_hashes
+    [left] = done.kind("rollout_leave")
+    [back] = [e for e in done.kind("form") if e.t_wall > done.kind("fault")[0].t_wall]
+    assert left["engine"].startswith("e1002.") and any(e.who == left["engine"] for e in done.kind("rollout_made"))
+    assert left.t_wall < back.t_wall, "it was gone before the spare took its place"
+    assert not done.kind("rollout_death")
+
+
+def _the_second_engine_is_slow() -> None:
+    from everstep.rl.rollout.serving import EngineWorker
+
+    if mp.current_process().name == "e1":
+        advance = EngineWorker.advance
+
+        def slowly(self, *order):
+            time.sleep(2.5)
+            return advance(self, *order)
+
+        EngineWorker.advance = slowly
+
+
+def test_idle_engines_go_on_with_what_a_slow_one_had_and_the_samples_are_the_same(tmp_path, undisturbed) -> None:
+    done = finish(config(DEMO, tmp_path, *SHORT, *ENGINES), clean=True, host=lambda c: ForkedHost(c, prepare=_the_second_engine_is_slow))
+    assert_invariants(done, 8)
+    assert gone(done.pids) and done.final_hashes == undisturbed.final_hashes
+    assert {e["engine"] for e in done.kind("rollout_moved")} == {"e1"} and not done.kind("rollout_death")
+    assert max(e["seconds"] for e in done.kind("call") if e["method"] == "rollout") < 4 * 2.5, "four tokens by the slow one take longer"
+
+
+DEADLY = "0/147#7"  # of the first iteration, by the seed
+
+
+def _a_sequence_kills() -> None:
+    """An engine that gets this sample dies, whichever engine it is."""
+    from everstep.rl.rollout.decoding import Decoder
+
+    add = Decoder.add
+
+    def deadly(self, sequences, sampling):
+        if DEADLY in {s.sample_id for s in sequences}:
+            os._exit(9)
+        add(self, sequences, sampling)
+
+    Decoder.add = deadly
+
+
+def test_a_sequence_that_kills_engines_is_given_up_and_recorded_and_all_others_are_trained(tmp_path) -> None:
+    done = finish(config(DEMO, tmp_path, *SHORT, *ENGINES, "rl.iterations=2", "warmup.steps=2", "rollout.poison_after=1"), clean=True,
+                  host=lambda c: ForkedHost(c, prepare=_a_sequence_kills))
+    assert gone(done.pids)
+    [dropped] = done.kind("rollout_dropped")
+    assert dropped["samples"] == [DEADLY] and "2 rollout engines died while they generated it" in dropped["reason"]
+    deaths = done.kind("rollout_death")
+    assert len(deaths) == 2 == len(done.kind("rollout_start")), "poison_after=1: once among others, once alone"
+    assert deaths[0]["requeued"] > 1 and deaths[1]["dropped"] == [DEADLY]
+    assert DEADLY not in {s for e in done.kind("rollout_made") for s in e["samples"]}
+    lengths = [row["response_length/min"] for row in read_metrics(tmp_path / "metrics.jsonl") if "response_length/min" in row]
+    assert lengths[0] == 0 and all(length > 0 for length in lengths[1:])
+    assert len(done.kind("commit")) == 4 and not [f for f in check(tmp_path) if f.held is False]
 
 
 @pytest.mark.full
@@ -217,14 +360,22 @@ def test_engines_that_die_while_they_generate_ahead_lose_nothing(tmp_path, stale
 
 
 @pytest.mark.full
-def test_a_run_that_generates_ahead_resumes_with_the_samples_that_were_not_trained(tmp_path) -> None:
-    """What engines had made ahead is made again: nothing is lost, nothing is trained twice, and no short completion is preferred."""
-    whole = ["rl.iterations=6", "checkpoint.every_steps=1", "checkpoint.at_end=true"]
-    finish(config(DEMO, tmp_path, *SHORT, *ENGINES, *AHEAD[:3], *whole[1:], "rl.iterations=3", "optimizer.schedule=constant"), clean=True, host=ForkedHost)
-    done = finish(config(DEMO, tmp_path, *SHORT, *ENGINES, *AHEAD[:3], *whole, "resume=auto", "optimizer.schedule=constant"), host=ForkedHost)
+def test_a_run_that_generates_ahead_resumes_with_what_engines_had_made(tmp_path) -> None:
+    """In its order: what is trained on next was made by the weights of before the interruption, as it would have been without. Nothing is lost,
+    nothing trained twice."""
+    common = [*SHORT, *ENGINES, *AHEAD[:2], "rl.eval_every=0", "rl.eval_before=false", "checkpoint.every_steps=1", "optimizer.schedule=constant"]
+    conf = config(DEMO, tmp_path, *common, "rl.iterations=6", "faults=[{step: 8, phase: compute, kind: error, replica: 0}]")
+    with pytest.raises(WorkerFailed):
+        finish(conf, clean=True, host=ForkedHost)
+    batches = ahead.read(tmp_path / "iterations", 7, settings_digest(conf), pytest.fail)
+    assert len(batches) == 1 and {v for response in batches[0].values() for v in response.versions} <= {5, 6}
+    done = finish(config(DEMO, tmp_path, *common, "rl.iterations=6", "resume=auto"), host=ForkedHost)
     assert_invariants(done, 10)
+    assert versions(done)[-2:] == [1.0, 1.0] and len(versions(done)) == 6
     used = [sample.rsplit("/", 2)[1:] for commit in done.kind("commit") if commit.step > 4 for sample in commit["samples"]]
     assert len(used) == len({tuple(u) for u in used}) == 6 * 16 * 16
+    saved = {step_of(folder) for folder in checkpoint_folders(tmp_path / "checkpoints")}
+    assert {int(path.stem[6:]) for path in (tmp_path / "iterations").glob("ahead-*.json")} <= saved
 
 
 @pytest.mark.parametrize(

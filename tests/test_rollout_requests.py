@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,7 +51,7 @@ def advance(requests: Requests, name: str) -> None:
 
 
 EVENTS = st.lists(
-    st.tuples(st.sampled_from(["submit", "take", "take", "advance", "advance", "advance", "die", "stop", "start", "want", "sync", "fail", "late"]),
+    st.tuples(st.sampled_from(["submit", "take", "take", "advance", "advance", "advance", "die", "stop", "start", "want", "sync", "fail", "late", "move"]),
               st.integers(0, 3)),
     max_size=120,
 )
@@ -80,6 +82,9 @@ def test_every_sample_is_completed_once_or_dropped_with_a_reason_whatever_happen
             case "late":  # an engine that was taken for dead, or has nothing of the kind, speaks
                 for dead in [n for n, e in requests.engines.items() if e.state is EngineState.GONE]:
                     requests.gained(dead, {sample: (piece(sample, 9, 0), True) for sample in held})
+            case "move" if name and name not in (requests.idle or [name]):
+                before = set(requests.engines[name].has)
+                assert set(requests.move(name)) == before and not requests.engines[name].has
             case "die" | "stop" if name:
                 lost = requests.gone(name, at_fault=kind == "die")
                 assert not requests.engines[name].has and all(held[sample] == name for sample in lost)
@@ -178,3 +183,29 @@ def test_what_cannot_be_is_refused() -> None:
         requests.syncing("e0")
     with pytest.raises(InvariantViolated, match="e0 was started twice"):
         requests.starting("e0")
+
+
+def test_what_was_made_before_a_run_was_resumed_is_gone_on_with() -> None:
+    requests = pool(engines=1)
+    requests.submit(group(0), Sampling(), 1)
+    requests.take("e0")
+    advance(requests, "e0")
+    requests.submit(group(1), Sampling(), 1)
+    begun = copy.deepcopy(requests.so_far(["g0#0", "g0#1", "g1#0", "g9#0"]))
+    assert begun.keys() == {"g0#0", "g0#1"} and all(len(response.tokens) == 1 for response in begun.values())
+    over = Response([5], [0.0], [1], finished=True, text="x")
+    later = pool(engines=1)
+    later.submit([("g0", Pending("g0#0", [1, 2], begun["g0#0"])), ("g0", Pending("g0#1", [1, 2], over))], Sampling(), 1)
+    assert later.collect(["g0#0", "g0#1"]) == {"g0#1": over}
+    assert [len(s.made.tokens) for s in later.take("e0")] == [1]
+
+
+def test_after_the_run_went_back_nothing_is_left_and_no_weights_count_although_their_number_comes_again() -> None:
+    requests = pool()
+    requests.submit([*group(0), *group(1), *group(2)], Sampling(), 1)
+    requests.take("e0")
+    assert requests.void() == ["e0"] and requests.stale == ["e0", "e1"]
+    assert not any(requests.knows(f"g{n}#0") for n in range(3))
+    requests.want(1)
+    assert requests.stale == ["e0", "e1"] and requests.take("e1") == []
+    requests.submit(group(0), Sampling(), 1)  # the same samples, to be made anew

@@ -440,6 +440,24 @@ def drain(
     return drain_ranks(run, target, wait_s, sys.stdout)
 
 
+@app.command()
+def engines(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run that is under way, with rollout.engines.")],
+    count: Annotated[int, typer.Argument(metavar="N", min=1, help="Rollout engines from now on.")],
+    debug: Debug = False,
+) -> int:
+    """Add rollout engines to a run, or take some away.
+
+    What an engine that leaves was at goes on elsewhere from what it has.
+    """
+    from everstep.cluster.endpoint import ask
+    from everstep.run_dir import open_run_dir
+
+    told = ask(open_run_dir(run).path, "engines", engines=count)
+    print(f"staying: {', '.join(told['engines']) or 'none'}; leaving: {', '.join(told['leaving']) or 'none'}; {count} from now on")
+    return 0
+
+
 def _console() -> Any:
     from rich.console import Console
 

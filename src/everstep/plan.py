@@ -322,8 +322,10 @@ def _placement(config: Config, layout: Layout, environ: Mapping[str, str]) -> Pl
 
     # A CPU has no devices to count: every rank is a process of this machine.
     cuda = derive.device(config, environ) == "cuda"
-    here = {socket.gethostname(): derive.cuda_devices(environ) if cuda else layout.devices}
-    return place(layout.ranks_per_replica, layout.replicas, layout.spares, here, together=layout.tp)
+    here = {socket.gethostname(): derive.cuda_devices(environ) if cuda else layout.devices + derive.engine_devices(config)}
+    rollout = config.rollout
+    engines = 0 if rollout.colocated else rollout.engines
+    return place(layout.ranks_per_replica, layout.replicas, layout.spares, here, layout.tp, engines, rollout.tp)
 
 
 # ---------------------------------------- on the terminal

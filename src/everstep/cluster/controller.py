@@ -31,6 +31,7 @@ from everstep.cluster.host import Host, ProcessEnded, Sharing, WorkerSpec
 from everstep.cluster.owed import POLL_S, Owed, all_done, gather
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.rollback import Rollback
+from everstep.cluster.rollouts import Rollouts
 from everstep.cluster.run_store import serve_store
 from everstep.cluster.slots import sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
@@ -57,10 +58,8 @@ from everstep.recovery.faults import FaultInjector
 from everstep.recovery.proxy import Relay
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Kind, Member, Record
-from everstep.rl.rollout import Sampling, assemble
+from everstep.rl.rollout import Response, Sampling
 from everstep.rl.rollout.pool import RolloutPool
-from everstep.rl.rollout.sync import Kind as WeightsKind
-from everstep.rl.rollout.sync import off_key
 from everstep.run_dir import RunDir
 from everstep.telemetry.events import ENGINES, EventLog
 
@@ -100,7 +99,7 @@ class Controller(InOnePlace, Verbs):
         self._relays: dict[str, Relay] = {}
         self._server: CoordinatorServer | None = None
         self._saver: Saver | None = None
-        self._pool: RolloutPool | None = None
+        self._rollouts: Rollouts | None = None
         self.dispatch_bytes, self.dispatch_seconds = 0, 0.0
         try:
             self._start(attach)
@@ -138,7 +137,8 @@ class Controller(InOnePlace, Verbs):
             self._endpoint = self._open_endpoint()
             return
         if config.rollout.engines:
-            self._pool = RolloutPool(config.rollout, bool(config.lora.rank), self._host, self, self._events)
+            self._rollouts = Rollouts(self)
+            self._crew.before_form = self._rollouts.make_way
         workers = self._start_workers(host, self._store.port, token)
         succession.announce(self, log.incarnation)
         self._crew.on_start = lambda: succession.announce(self, log.incarnation)
@@ -149,10 +149,10 @@ class Controller(InOnePlace, Verbs):
         ]
         spares = workers[self.layout.world_size :]
         self._crew.open(members, spares, lambda: self._reference, self._store)
-        if self._pool:
-            self._pool.open()
         self._host.watch(self._process_ended)
         self._injector = self._make_injector(config.faults)
+        if self._rollouts:
+            self._rollouts.pool.open()
         self._events.emit("spare_ready", spares=len(spares))
         failed = self._crew.form([
             (worker, Formation(m.replica, rank, 0, m.workers, "weights", False))
@@ -165,14 +165,15 @@ class Controller(InOnePlace, Verbs):
 
     def _open_endpoint(self) -> Endpoint:
         leaving = self._crew.leaving
-        return Endpoint(self._run_dir.path, self._host.address, {"drain": leaving.drain, "draining": leaving.remaining})
+        orders: dict[str, Callable[..., Any]] = {"drain": leaving.drain, "draining": leaving.remaining}
+        return Endpoint(self._run_dir.path, self._host.address, orders | ({"engines": self._rollouts.pool.resize} if self._rollouts else {}))
 
     def _make_injector(self, faults: Sequence[Fault]) -> FaultInjector:
         infos = self._host.infos
         target = LaunchedTarget(
             lambda: self.server, self._place_of, self._host.signal, lambda w: f"{infos[w].pid} on {infos[w].host}",
             lambda: self._crew.spares, self._relays, self._host.cut,
-            lambda number: self._pool.engine_at(number) if self._pool else None,
+            lambda number: self._rollouts.pool.engine_at(number) if self._rollouts else None,
         )
         return FaultInjector(faults, target, self._events)
 
@@ -182,11 +183,10 @@ class Controller(InOnePlace, Verbs):
     def _start_workers(self, host: str, port: int, token: str) -> list[str]:
         """All ranks, replica after replica, then the spares."""
         workers = [f"w{i}" for i in range(self.layout.devices)]
-        engines = self._pool.first_engines if self._pool else []
         for index in partition_victims(self.config, self.layout.ranks_per_replica, self.layout.world_size):
             self._relays[workers[index]] = Relay(self._coordinator_address)
         self._store_address = host, port
-        self._host.start([self._spec(worker) for worker in workers] + [self._engine_spec(name) for name in engines])
+        self._host.start([self._spec(worker) for worker in workers])
         return workers
 
     def _spec(self, worker: str) -> WorkerSpec:
@@ -194,12 +194,6 @@ class Controller(InOnePlace, Verbs):
         return WorkerSpec(
             worker, self.config, relay.address if relay else self._coordinator_address, self._token, self._store_address,
             str(self._run_dir.events), str(self._run_dir.rank_log(int(worker[1:]))), str(self._run_dir.path), self._run_dir.attempt,
-        )
-
-    def _engine_spec(self, name: str) -> WorkerSpec:
-        return WorkerSpec(
-            name, self.config, self._coordinator_address, self._token, self._store_address, str(self._run_dir.events),
-            str(self._run_dir.engine_log(name)), str(self._run_dir.path), self._run_dir.attempt, role="engine",
         )
 
     @property
@@ -220,8 +214,8 @@ class Controller(InOnePlace, Verbs):
             last_first.callback(self._watch.close)
             for relay in self._relays.values():
                 last_first.callback(relay.close)
-            if self._pool:
-                last_first.callback(self._pool.close)
+            if self._rollouts:
+                last_first.callback(self._rollouts.pool.close)
             last_first.callback(self._crew.close)
             if self._endpoint:
                 last_first.callback(self._endpoint.close)
@@ -254,6 +248,8 @@ class Controller(InOnePlace, Verbs):
 
     def call(self, dispatch: str, method: str, *args: Any, **kwargs: Any) -> Any:
         start, sent = time.monotonic(), 0
+        if self._rollouts:
+            self._rollouts.turns.ranks()
         while True:
             self._check_alive()
             self._crew.leaving.at_a_boundary()
@@ -283,46 +279,14 @@ class Controller(InOnePlace, Verbs):
                 return how.collect(ranks, results)
 
     def rollout(self, prompts: TrainingBatch, sampling: Sampling) -> TrainingBatch:
-        pool = self._pool
-        if pool is None:
-            return super().rollout(prompts, sampling)
-        start = time.monotonic()
-        if not pool.has(prompts.sample_ids):
-            self.rollout_ahead(prompts, sampling)
-        while not pool.wait(prompts.sample_ids, POLL_S):
-            self._check_alive()
-            if pool.stale:
-                self._refit(pool)
-        complete, dropped = pool.collect(prompts.sample_ids)
-        if dropped:
-            self._events.emit("drop", step=self.committed_step, samples=sorted(dropped), reason="; ".join(sorted(set(dropped.values()))))
-        self._events.emit("call", method="rollout", dispatch="engines", sent_bytes=prompts.nbytes, seconds=time.monotonic() - start)
-        return assemble(prompts.select([i for i, s in enumerate(prompts.sample_ids) if s in complete]), complete)
+        return self._rollouts.rollout(prompts, sampling) if self._rollouts else super().rollout(prompts, sampling)
 
-    def rollout_ahead(self, prompts: TrainingBatch, sampling: Sampling) -> None:
-        if self._pool is None:
-            return
-        self._prepare_faults(self.committed_step + 1)
-        self._refit(self._pool)
-        self._pool.submit(prompts, sampling, self.committed_step)
+    def rollout_ahead(self, prompts: TrainingBatch, sampling: Sampling, made: Mapping[str, Response] | None = None) -> None:
+        if self._rollouts:
+            self._rollouts.ahead(prompts, sampling, made)
 
-    def _refit(self, pool: RolloutPool) -> None:
-        """Bring the committed weights to engines that lack them. One that misses them now gets them when somebody waits for samples."""
-        pool.want(self.committed_step)
-        pool.refit(self.committed_step, self._send_weights)
-
-    def _send_weights(self, streams: Mapping[str, str], kind: WeightsKind) -> bool:
-        """Let a contributing replica serve rollout engines; False if it broke."""
-        view = self.server.coordinator.view
-        member = view.member(view.contributors[0])
-        assert member is not None
-        called = [(worker, member) for worker in member.workers]
-        life = self.server.meant_for(member)
-        calls = {
-            self._host.submit(worker, life, "send_weights", dict(streams), view.committed, kind): index
-            for index, worker in enumerate(member.workers)
-        }
-        return self._results(calls, called, "send_weights") is not None
+    def rollout_so_far(self, prompts: TrainingBatch) -> dict[str, Response]:
+        return self._rollouts.pool.so_far(prompts.sample_ids) if self._rollouts else {}
 
     def _results(self, calls: dict[Any, int], called: list[tuple[str, Member]], method: str) -> list[Any] | None:
         return gather(self._host, self.server, self.config.recovery, self._is_death, calls, called, method)
@@ -336,6 +300,8 @@ class Controller(InOnePlace, Verbs):
         self, slots: Slots, loss: LossSpec, lr: float, method: str, arguments: Arguments, state: dict[str, Any] | None,
         about: Mapping[str, Any],
     ) -> StepResult:
+        if self._rollouts:
+            self._rollouts.turns.ranks()
         step = self.committed_step + 1
         share = Sharing(self._host)
         shared = self._host.slots([[share(micro) for micro in slot] for slot in slots])
@@ -488,6 +454,8 @@ class Controller(InOnePlace, Verbs):
             time.sleep(0.01)  # the replica is formed anew, and goes back to a copy
         back, self._went_back = self._went_back, None
         if back:
+            if self._rollouts:
+                self._rollouts.pool.void()
             raise back
         if coordinator.state is State.LOST and not self._crew.failure:
             raise NotEnoughReplicas(
@@ -527,8 +495,8 @@ class Controller(InOnePlace, Verbs):
     def _worker_died(self, worker: str, cause: str) -> None:
         if not self._closed:
             self._watch.died(worker, cause)
-        if self._pool and self._pool.knows(worker):
-            self._pool.died(worker, cause, self._struck(worker))
+        if self._rollouts and self._is_engine(worker):
+            self._rollouts.pool.died(worker, cause, self._struck(worker))
             return
         if not self._closed:
             self._crew.died(worker)
@@ -555,28 +523,13 @@ class Controller(InOnePlace, Verbs):
             self._injector.prepare(step)
 
     def _place_of(self, worker: str) -> tuple[int, int]:
-        if self._pool and self._is_engine(worker):
-            return ENGINES, self._pool.number_of(worker)
+        if self._is_engine(worker):
+            return ENGINES, RolloutPool.number_of(worker)
         return self._crew.place(worker)
 
     def _is_engine(self, worker: str) -> bool:
-        return self._pool is not None and self._pool.knows(worker)
+        return self._rollouts is not None and self._rollouts.pool.knows(worker)
 
     @property
     def unfired_faults(self) -> list[str]:
         return self._injector.unfired if self._injector else []
-
-    # -- what the rollout pool needs (everstep.rl.rollout.pool.Processes) ----------------------------------------------------------
-
-    def expel(self, worker: str, cause: str) -> None:
-        self.server.expel(worker, cause)
-
-    def start_engine(self, name: str, instead_of: str) -> None:
-        self._host.add(self._engine_spec(name), instead_of)
-
-    def end_engine(self, name: str) -> None:
-        self._host.end(name)
-
-    def call_off(self, stream: str) -> None:
-        assert self._store is not None
-        self._store.set(off_key(stream), "1")

@@ -42,6 +42,7 @@ class Crew:
         self._held_since: float | None = None  # fewer members than recovery.min_replicas, by what was seen last
         self._closed = False
         self.on_start: Callable[[], None] = lambda: None  # another process was started
+        self.before_form: Callable[[list[str]], None] = lambda workers: None  # these are about to take places
         self.on_lost: Callable[[Member], None] = lambda member: None  # a replica was formed anew, and nobody holds the committed state
 
     def open(
@@ -122,6 +123,7 @@ class Crew:
 
     def form(self, formations: list[tuple[str, Formation]]) -> dict[str, str]:
         assert self._store is not None
+        self.before_form([worker for worker, _ in formations])
         limit_s = self._config.recovery.reform_timeout_s
         return form(self._host, self._store, formations, self._server().dead, limit_s, lambda: self._closed)
 

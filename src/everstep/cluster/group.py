@@ -18,7 +18,7 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
 from everstep.engine.loss import LossSpec
 from everstep.layout import Layout
-from everstep.rl.rollout import Sampling
+from everstep.rl.rollout import Response, Sampling
 
 T = TypeVar("T")
 Role = Literal["actor", "critic"]  # of the models that a rank may hold
@@ -84,14 +84,17 @@ class Group(Protocol):
     def rollout(self, prompts: TrainingBatch, sampling: Sampling) -> TrainingBatch:
         """A completion for every row of ``prompts``, by the committed weights, laid out as :func:`everstep.rl.rollout.assemble` says.
 
-        By the ranks themselves, or by rollout engines (``rollout.engines``). Samples that no engine could complete are left out, and
-        their drop is recorded.
+        By the ranks themselves, or by rollout engines (``rollout.engines``). Samples that no engine could complete are
+        recorded, and have an empty completion, which weighs nothing in training.
         """
 
-    def rollout_ahead(self, prompts: TrainingBatch, sampling: Sampling) -> None:
+    def rollout_so_far(self, prompts: TrainingBatch) -> dict[str, Response]:
+        """What rollout engines have made of these since ``rollout_ahead``, complete or not."""
+
+    def rollout_ahead(self, prompts: TrainingBatch, sampling: Sampling, made: Mapping[str, Response] | None = None) -> None:
         """Let rollout engines begin with these, by the weights that are committed now; :meth:`rollout` of the same prompts takes
-        what they made. What is unfinished when newer weights come goes on under them, each token saying which made it. Without
-        engines nothing happens."""
+        what they made. What is unfinished when newer weights come goes on under them, each token saying which made it. ``made``: what
+        they have already (``rollout_so_far``, before the run was resumed). Without engines nothing happens."""
 
     def train_step(
         self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, role: Role = "actor",

@@ -6,7 +6,7 @@ In this order of importance,
     tensor-parallel
        group on one node where that is possible at all;
     2. no two replicas share a node, if that splits none of them further: one node's death then breaks one
-    replica; 3. spares lie on nodes without replicas if there are any, else where most devices are free,
+    replica; 3. spares, and then rollout engines, lie on nodes without replicas if there are any, else where most devices are free,
     spread evenly.
 
 Replicas are placed one after the other. That is exact if a replica fits on one node or two, or if all nodes
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from everstep.errors import BadInput
 
@@ -25,12 +25,14 @@ from everstep.errors import BadInput
 @dataclass(frozen=True)
 class Placement:
     """``ranks``: (replica, rank) -> node; ``spares``: node of each spare; ``nodes``: devices that were
-    offered.
+    offered; ``engine_nodes``: node of each rollout engine, which has ``engine_devices`` there.
     """
 
     ranks: dict[tuple[int, int], str]
     spare_nodes: list[str]
     nodes: dict[str, int]
+    engine_nodes: list[str] = field(default_factory=list)
+    engine_devices: int = 1
 
     @property
     def replica_nodes(self) -> list[list[str]]:
@@ -47,7 +49,8 @@ class Placement:
 
     def used(self) -> Counter[str]:
         """Devices taken on each node."""
-        return Counter(self.ranks.values()) + Counter(self.spare_nodes)
+        engines = Counter({node: count * self.engine_devices for node, count in Counter(self.engine_nodes).items()})
+        return Counter(self.ranks.values()) + Counter(self.spare_nodes) + engines
 
     def failure_domains(self) -> str:
         """A table: what each node holds, and what its death would break."""
@@ -63,6 +66,9 @@ class Placement:
             spares = self.spare_nodes.count(node)
             if spares:
                 holds.append(f"{spares} spare{'s' if spares > 1 else ''}")
+            engines = self.engine_nodes.count(node)
+            if engines:
+                holds.append(f"{engines} rollout engine{'s' if engines > 1 else ''}")
             if not broken:
                 breaks = "nothing"
             elif set(broken) == replicas:
@@ -74,8 +80,11 @@ class Placement:
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def place(ranks_per_replica: int, replicas: int, spares: int, nodes: Mapping[str, int], together: int = 1) -> Placement:
-    """Find a node for every rank and spare.
+def place(
+    ranks_per_replica: int, replicas: int, spares: int, nodes: Mapping[str, int], together: int = 1,
+    engines: int = 0, engine_devices: int = 1,
+) -> Placement:
+    """Find a node for every rank, spare and rollout engine (``engine_devices`` on one node each).
 
     ``nodes``: node id -> free devices. ``together``: consecutive ranks that should share a node (layout.tp;
     must divide ranks_per_replica); if they cannot all, the rule is dropped. Deterministic. BadInput if the
@@ -83,10 +92,11 @@ def place(ranks_per_replica: int, replicas: int, spares: int, nodes: Mapping[str
     """
     if together < 1 or ranks_per_replica % together:
         raise ValueError(f"together={together} does not divide {ranks_per_replica} ranks per replica")
-    needed, offered = ranks_per_replica * replicas + spares, sum(nodes.values())
+    needed, offered = ranks_per_replica * replicas + spares + engines * engine_devices, sum(nodes.values())
     if needed > offered:
         raise BadInput(
-            f"the layout needs {needed} devices ({replicas} replicas of {ranks_per_replica} ranks, {spares} spares) "
+            f"the layout needs {needed} devices ({replicas} replicas of {ranks_per_replica} ranks, {spares} spares"
+            + (f", {engines} rollout engines of {engine_devices}" if engines else "") + ") "
             f"but the {len(nodes)} node{'s have' if len(nodes) != 1 else ' has'} {offered}; lower layout.replicas, "
             "layout.spares or the ranks of a replica (layout.tp, cp, pp, dp), or add nodes"
         )
@@ -112,7 +122,16 @@ def place(ranks_per_replica: int, replicas: int, spares: int, nodes: Mapping[str
         node = min(left, key=lambda n: (holders[n] > 0, spare_nodes.count(n), -left[n], n))
         spare_nodes.append(node)
         left -= Counter([node])  # a node without free devices drops out
-    return Placement(ranks, spare_nodes, dict(nodes))
+    engine_nodes: list[str] = []
+    for _ in range(engines):
+        node = min((n for n in left if left[n] >= engine_devices), key=lambda n: (holders[n] > 0, engine_nodes.count(n), -left[n], n), default="")
+        if not node:
+            raise BadInput(
+                f"no node has {engine_devices} devices left for a rollout engine (rollout.tp); lower rollout.tp, rollout.engines or layout.spares"
+            )
+        engine_nodes.append(node)
+        left -= Counter({node: engine_devices})
+    return Placement(ranks, spare_nodes, dict(nodes), engine_nodes, engine_devices)
 
 
 def _choose(size: int, free: Mapping[str, int], holders: Counter[str]) -> list[tuple[str, int]]:

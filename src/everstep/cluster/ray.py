@@ -38,6 +38,7 @@ from everstep.cluster.ray_runtime import (
     uses_gpus,
 )
 from everstep.cluster.ray_watch import NodeWatches
+from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.errors import BadInput, DeadlineExceeded, EverstepError
 from everstep.layout import Layout
@@ -75,18 +76,21 @@ class RayHost:
             self._own = bool(self._apart.folder)
             self._leave_ray = self._apart.close
         else:
-            self._leave_ray = start_ray(config, layout.devices + config.rollout.engines)
+            self._leave_ray = start_ray(config, layout.devices * (1 + (config.rollout.colocated or config.rollout.on_spares)) + derive.engine_devices(config))
         self.address = ray.util.get_node_ip_address() if config.ray.address else "127.0.0.1"
 
     def start(self, specs: Sequence[WorkerSpec]) -> None:
         config, layout = self._config, self._layout
         on_gpu = uses_gpus(config)
         nodes = devices_per_node(on_gpu)
-        # A rollout engine is placed as a spare is: by itself, wherever there is a device.
-        plan = place(layout.ranks_per_replica, layout.replicas, layout.spares + config.rollout.engines, nodes, layout.tp)
-        chosen = [*(node for replica in plan.replica_nodes for node in replica), *plan.spare_nodes]
-        device = {"GPU": 1.0} if on_gpu else {}
-        bundles = [{"CPU": 1.0, **device, f"node:{node_ip(node)}": 0.001} for node in chosen]
+        apart = 0 if config.rollout.colocated else config.rollout.engines
+        plan = place(layout.ranks_per_replica, layout.replicas, layout.spares, nodes, layout.tp, apart, config.rollout.tp)
+        chosen = [(node, 1) for node in (*(node for replica in plan.replica_nodes for node in replica), *plan.spare_nodes)]
+        chosen += [(node, config.rollout.tp) for node in plan.engine_nodes]
+        bundles = [
+            {"CPU": 1.0 + (config.rollout.colocated or config.rollout.on_spares), **({"GPU": float(devices)} if on_gpu else {}), f"node:{node_ip(node)}": 0.001}
+            for node, devices in chosen
+        ]
         self._group = placement_group(bundles, strategy="PACK", lifetime="detached" if self._apart else None)
         deadline = time.monotonic() + config.ray.start_timeout_s
         try:
@@ -120,9 +124,11 @@ class RayHost:
 
     def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str] = ()) -> None:
         where: Any = "SPREAD"  # anywhere: a node that came to the cluster since, or came back
-        there = instead_of in self._bundles and self.has_place(instead_of) and self.infos[instead_of].node_id not in avoid
+        bundle = self._bundles.get(instead_of, self._engine_bundle(spec))
+        there = bundle is not None and (instead_of not in self.infos or (self.has_place(instead_of) and self.infos[instead_of].node_id not in avoid))
         if there:
-            bundle = self._bundles[spec.worker_id] = self._bundles[instead_of]
+            assert bundle is not None
+            self._bundles[spec.worker_id] = bundle
             where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         with self._adding:
             if self._closed:
@@ -155,6 +161,15 @@ class RayHost:
         with self._adding:
             self._adding.wait_for(lambda: not self._adds, _CLOSE_S)
 
+    def _engine_bundle(self, spec: WorkerSpec) -> int | None:
+        """Where one of the first rollout engines has its place; colocated ones with the ranks, from the first one on."""
+        if spec.role != "engine":
+            return None
+        number, rollout, devices = int(spec.worker_id[1:].partition(".")[0]), self._config.rollout, self._layout.devices
+        if rollout.colocated:
+            return number
+        return devices + number if number < rollout.engines else None
+
     def has_place(self, worker: str) -> bool:
         return self._node_lives(self.infos[worker].node_id)
 
@@ -162,8 +177,12 @@ class RayHost:
         host, port = spec.store
         env = environment.worker_environment(self._config) | {"MASTER_ADDR": host, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
         apart = {"lifetime": "detached", "namespace": self._apart.namespace, "name": spec.worker_id} if self._apart else {}
+        rollout = self._config.rollout
+        beside = self._bundles.get(spec.worker_id, self._layout.devices) < self._layout.devices
+        shared = (rollout.colocated or rollout.on_spares) and (spec.role == "rank" or beside)  # a rank and an engine on one device
+        gpus = 0.5 if shared else rollout.tp if spec.role == "engine" else 1
         self._actors[spec.worker_id] = self._remote.options(
-            num_cpus=1, num_gpus=1 if self._on_gpu else 0, max_restarts=0, max_task_retries=0, runtime_env={"env_vars": env},
+            num_cpus=1, num_gpus=gpus if self._on_gpu else 0, max_restarts=0, max_task_retries=0, runtime_env={"env_vars": env},
             scheduling_strategy=where, **apart,
         ).remote(spec)
 

@@ -13,7 +13,7 @@ from everstep.cluster.slots import cut_round, cut_slots, require_synchronous
 from everstep.config.schema import Config
 from everstep.engine.loss import LossSpec
 from everstep.layout import Layout
-from everstep.rl.rollout import Sampling
+from everstep.rl.rollout import Response, Sampling
 
 Slots = list[tuple[TrainingBatch, ...]]
 #: Of a worker's method, from the number of the step and the slots in the form in which ranks are given them.
@@ -40,8 +40,11 @@ class Verbs:
         completed: TrainingBatch = self.call(mesh_of(self.config.recovery, sampling.samples_per_batch), "generate", prompts, sampling)
         return completed
 
-    def rollout_ahead(self, prompts: TrainingBatch, sampling: Sampling) -> None:
+    def rollout_ahead(self, prompts: TrainingBatch, sampling: Sampling, made: Mapping[str, Response] | None = None) -> None:
         """The ranks generate when they are asked for the samples."""
+
+    def rollout_so_far(self, prompts: TrainingBatch) -> dict[str, Response]:
+        return {}
 
     def train_step(
         self, batch: TrainingBatch, loss: LossSpec, lr: float, temperature: float = 1.0, role: Role = "actor",

@@ -430,6 +430,11 @@ class Worker:
         self._make_room(parameters=room.parameters)
         return self._rollout.generate(batch, sampling) if self._rollout else batch.slice(0, 0)
 
+    def make_room(self) -> None:
+        """Rollout engines need the device (rollout.colocated): what engine.offload names goes to the host."""
+        room = self.config.engine.offload
+        self._make_room(room.parameters, room.gradients, room.optimizer)
+
     def from_collecting_rank(self, batch: TrainingBatch) -> TrainingBatch:
         """What the collecting rank of this rank's data-parallel coordinate gives, without the data's own records. Collective over the replica."""
         if self.layout.ranks_per_replica == 1:
@@ -448,15 +453,11 @@ class Worker:
         if self.state.version != version:
             raise WorkerFailed(f"weights of step {version} were asked for; worker {self.worker_id} is at {self.state.version}")
         export = {"full": self.engine.export_hf, "base": self.engine.export_frozen, "adapter": self.engine.export_adapter}[kind]
-        if self.formation.rank != min(self.layout.collect_ranks()):
-            for _ in export():
-                pass
-            return {}
-        with contextlib.ExitStack() as closing:
-            ends = {n: closing.enter_context(sync.stream(s, self.store.as_store, self.config.rollout.sync_timeout_s)) for n, s in streams.items()}
-            served, missed = sync.all_served(ends, self.control.local_host)
-            _, failed = sync.send(served, export(), version)
-        return missed | failed
+        mine = streams if self.formation.rank == min(self.layout.collect_ranks()) else {}
+        failed = sync.serve(mine, self.store.as_store, self.config.rollout.sync_timeout_s, self.control.local_host, export(), version)
+        if self.config.rollout.colocated:
+            self._make_room(parameters=self.config.engine.offload.parameters)
+        return failed
 
     def logprobs(
         self, batch: TrainingBatch, temperature: float = 1.0, model: Literal["policy", "reference"] = "policy"

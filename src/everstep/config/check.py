@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from everstep.cluster.environment import check_user_environment, detect_launcher, inside_torchrun
-from everstep.config import derive, semisync
+from everstep.config import derive, rollouts, semisync
 from everstep.config.schema import Config, Fault, OptimizerConfig
 from everstep.data.functions import check_arguments, load_function
 from everstep.data.source import REASONING_GYM, is_path
@@ -57,7 +57,7 @@ def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> deriv
     _check_launcher(config, sizes.layout, environ)
     _check_schedule(config, sizes)
     _check_recipe(config)
-    _check_engines(config)
+    rollouts.check(config)
     _check_validation(config)
     _check_faults(config, sizes, environ)
     if config.engine.sequence_parallel and sizes.layout.tp == 1:
@@ -200,12 +200,12 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
                 f"a replica has {layout.ranks_per_replica} ranks, this machine has {present} devices that are visible (CUDA_VISIBLE_DEVICES): "
                 "lower layout.tp, layout.cp, layout.pp or layout.dp, or set device=cpu"
             )
-        engines = config.rollout.engines
+        engines = derive.engine_devices(config)
         if config.replica.id is None and layout.devices + engines > present:
             raise ConfigError(
                 f"the layout needs {layout.devices + engines} devices ({layout.replicas} replicas of {layout.ranks_per_replica} "
-                f"ranks, {layout.spares} spares and {engines} rollout engines), this machine has {present}: lower layout.replicas, "
-                "layout.spares, rollout.engines, layout.tp, layout.cp, layout.pp or layout.dp, set device=cpu, or give the address of a cluster as ray.address"
+                f"ranks, {layout.spares} spares, and {engines} of rollout engines), this machine has {present}: lower layout.replicas, "
+                "layout.spares, rollout.engines, rollout.tp, layout.tp, layout.cp, layout.pp or layout.dp, set device=cpu, or give the address of a cluster as ray.address"
             )
 
 
@@ -454,34 +454,6 @@ def _check_loss(config: Config) -> None:
     if rl.importance.lower is not None and rl.importance.lower >= rl.importance.upper:
         raise ConfigError(
             f"rl.importance.lower={rl.importance.lower} must be below rl.importance.upper={rl.importance.upper}, or null"
-        )
-
-
-def _check_engines(config: Config) -> None:
-    rollout = config.rollout
-    if rollout.engines and not derive.is_rl(config):
-        raise ConfigError(f"rollout.engines={rollout.engines}: recipe={config.recipe} generates nothing; leave it out")
-    if rollout.engines and config.semisync.method != "none":
-        raise ConfigError(
-            f"rollout.engines={rollout.engines}: with semisync.method={config.semisync.method} each replica has weights of its own and generates "
-            "with them; leave one of the two out"
-        )
-    if rollout.engines and rollout.sync_timeout_s >= config.recovery.step_timeout_s:
-        raise ConfigError(
-            f"rollout.sync_timeout_s={rollout.sync_timeout_s:g} must be less than recovery.step_timeout_s={config.recovery.step_timeout_s:g}: "
-            "the ranks of the replica that serves the weights wait for each other so long"
-        )
-    if rollout.max_staleness and not rollout.engines:
-        raise ConfigError(f"rollout.max_staleness={rollout.max_staleness}: without rollout.engines nobody generates while ranks train; set both")
-    if rollout.max_staleness and config.rl.dynamic_sampling_rounds:
-        raise ConfigError(
-            f"rollout.max_staleness={rollout.max_staleness} draws the prompts of later iterations before rl.dynamic_sampling_rounds="
-            f"{config.rl.dynamic_sampling_rounds} knows how many this one takes; set one of the two to 0"
-        )
-    if rollout.max_staleness and config.rl.importance.level == "none":
-        raise ConfigError(
-            f"rollout.max_staleness={rollout.max_staleness} trains on samples of older weights, which rl.importance corrects for; set "
-            "rl.importance.level"
         )
 
 

@@ -56,6 +56,11 @@ LORA_MATRICES = {
 }
 
 
+def engine_devices(config: Config) -> int:
+    """Devices that rollout engines have beside those of the layout."""
+    return 0 if config.rollout.colocated else config.rollout.engines * config.rollout.tp
+
+
 def lora_matrices(config: Config) -> tuple[str, ...]:
     """Transformers' names of the matrices with adapters, in the model's order; none without LoRA. ``ConfigError``."""
     if not config.lora.rank:

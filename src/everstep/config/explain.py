@@ -100,6 +100,8 @@ UNITS = {
     "semisync.outer_lr": "none (step size)",
     "semisync.outer_momentum": RATIO,
     "rollout.engines": "processes",
+    "rollout.tp": "devices",
+    "rollout.gpu_memory_fraction": RATIO,
     "rollout.max_staleness": "iterations",
     "rollout.tokens_per_call": "tokens",
     "rollout.engine_restarts": "processes",

@@ -22,11 +22,12 @@ from everstep.recipes import sft
 from everstep.recipes.run import Run, Stopwatch, step_metrics
 from everstep.recipes.schedule import learning_rate
 from everstep.recipes.updates import transactions
+from everstep.rl import ahead as ahead_files
 from everstep.rl import credit, island, pipeline
 from everstep.rl.execute import Context, execute, named
 from everstep.rl.record import IterationRecord, IterationRecords, settings_digest
 from everstep.rl.rewards import Scorer, without_dropped
-from everstep.rl.rollout import Sampling, repeat_prompts
+from everstep.rl.rollout import Response, Sampling, repeat_prompts
 from everstep.run_dir import checkpoints_of
 from everstep.telemetry.console import Completion
 
@@ -82,6 +83,13 @@ def iterate(run: Run, reward: Scorer) -> None:
         return
 
     ahead: deque[TrainingBatch] = deque()  # prompts of the iterations after this one, whose samples are being generated
+    folder, digest = run.folder / "iterations", settings_digest(config)
+    saved: list[dict[str, Response]] = []
+    if config.rollout.max_staleness and record is None:  # else the next samples are complete, and prompts go on after them
+        saved = group.once(ahead_files.read, folder, group.committed_step, digest, run.note)
+    for begun in saved[: rl.iterations - iteration]:  # a run that resumes goes on with what engines had made when it was saved
+        ahead.append(next_prompts(run, prompts, rl.prompts_per_step))
+        group.rollout_ahead(ahead[-1], Sampling.for_training(config), begun)
     run.start(rl.iterations, "iteration", iteration)
     while iteration < rl.iterations:
         watch = Stopwatch()
@@ -137,8 +145,12 @@ def iterate(run: Run, reward: Scorer) -> None:
         run.verify_if_due()
         if held_out:
             run.save_if_best(held_out[BEST_BY[config.checkpoint.best_by]], state)
+        if config.rollout.max_staleness:
+            group.once(ahead_files.write, folder, began_at, digest, [group.rollout_so_far(batch) for batch in ahead])
         run.save_if_due(state, last=iteration == rl.iterations)
         group.once(records.retire, iteration + 1, may_go_back_to(run))
+        if config.rollout.max_staleness:
+            group.once(ahead_files.retire, folder, checkpoints_of(config), began_at)
     if config.recovery.memory_checkpoint_every:  # else nothing is left
         run.when_done = lambda: group.once(records.retire, rl.iterations + 1, group.committed_step)
 

@@ -132,7 +132,7 @@ EVENTS: dict[str, EventKind] = {
     "tracker_failed": _kind("lead", "A tracker (TensorBoard, wandb, MLflow) failed and is left out from now on.", "tracker reason"),
     "verify": _kind("lead", "The state hashes of all ranks were compared.", "equal hashes", step=True),
     # rollout engines
-    "rollout_start": _kind("lead", "A rollout engine was started in the place of a dead one; it has no weights yet.", "engine instead_of"),
+    "rollout_start": _kind("lead", "A rollout engine was started in the place of a dead one, or (\"\") as one more; it has no weights yet.", "engine instead_of"),
     "rollout_sync_begin": _kind(
         "rank", "A rollout engine begins to get weights of `step`; until it has them all it holds none.", "engine kind", step=True
     ),
@@ -141,10 +141,18 @@ EVENTS: dict[str, EventKind] = {
     ),
     "rollout_sync": _kind(
         "rank",
-        "A rollout engine got weights. `kind`: all of them, the frozen base (LoRA), or adapters, with which it serves `step`.",
-        "engine kind nbytes seconds",
+        "A rollout engine got weights. `kind`: all of them, the frozen base (LoRA), or adapters, with which it serves `step`. `way`: from device to "
+        "device, or through host memory.",
+        "engine kind nbytes seconds way",
         step=True,
     ),
+    "rollout_dropped": _kind(
+        "lead", "Engines died of these samples, and nobody will complete them: they weigh nothing in the step that they are part of.", "samples reason"
+    ),
+    "rollout_moved": _kind("lead", "A rollout engine was slow, and idle ones go on with what it had; `seconds`: of its call so far.", "engine samples seconds"),
+    "rollout_sleep": _kind("rank", "A rollout engine left the device to the rank it shares it with (rollout.colocated); it holds no weights.", "engine"),
+    "rollout_start_failed": _kind("lead", "A rollout engine did not start; another attempt follows after `again_s`, or (null) none.", "engine cause again_s"),
+    "rollout_leave": _kind("lead", "A rollout engine was asked to leave: `requeued` sequences go on elsewhere, with what it had made of them.", "engine requeued"),
     "rollout_death": _kind(
         "lead", "A rollout engine died: `requeued` sequences go on elsewhere, with what it had made of them.", "engine cause requeued dropped"
     ),

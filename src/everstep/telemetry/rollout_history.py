@@ -10,16 +10,16 @@ from everstep.telemetry.events import Event, of_kind
 def stale_serving(events: Sequence[Event]) -> tuple[int, str]:
     """How many completions were looked at, and the first that was made by weights which its engine did not hold; "" if none was.
 
-    Each process has its own state: no weights at its start, none from the beginning of a transfer until its end, and then those of the
-    committed step that the transfer was of.
+    Each process has its own state: no weights at its start, none while it sleeps or from the beginning of a transfer until its end, and
+    then those of the committed step that the transfer was of.
     """
     holds: dict[tuple[str, int], int | None] = {}
     committed, looked_at = 0, 0
-    for event in of_kind(events, "run_start", "commit", "rollout_sync_begin", "rollout_sync", "rollout_made"):
+    for event in of_kind(events, "run_start", "commit", "rollout_sync_begin", "rollout_sync", "rollout_sleep", "rollout_made"):
         process = event.who, event.pid
         if event.event in ("run_start", "commit"):
             committed = event.step or 0
-        elif event.event == "rollout_sync_begin":
+        elif event.event in ("rollout_sync_begin", "rollout_sleep"):
             holds[process] = None
         elif event.event == "rollout_sync":
             if event["kind"] != "base":

@@ -60,6 +60,10 @@ class Response:
         self.finished, self.text = more.finished, more.text
 
 
+#: What an engine made: sample -> (more of it, whether it is complete now).
+Pieces = dict[str, tuple[Response, bool]]
+
+
 def repeat_prompts(prompts: TrainingBatch, samples_per_prompt: int) -> TrainingBatch:
     """Each prompt ``samples_per_prompt`` times, one group after the other; B prompts -> B * samples_per_prompt samples.
 
@@ -95,11 +99,12 @@ def assemble(prompts: TrainingBatch, responses: Mapping[str, Response]) -> Train
         rollout_versions            int64 (B, T): the weights that made each completion token, -1 elsewhere
 
     and the columns ``completion`` (text without special tokens), ``finished`` (False: cut at max_response_tokens) and ``rollout_s``.
-    A sample's weight version is the lowest among its tokens.
+    A sample's weight version is the lowest among its tokens; one without tokens (nobody could complete it) has that of the newest, and no
+    token of it counts.
     """
     heads = prompt_tokens(prompts)
     made = [responses[sid] for sid in prompts.sample_ids]
-    B = len(prompts)
+    B, newest = len(prompts), max((version for response in made for version in response.versions), default=0)
     T = max((len(head) + len(response.tokens) for head, response in zip(heads, made, strict=True)), default=0)
     ids, mask = torch.zeros(B, T, dtype=torch.int64), torch.zeros(B, T, dtype=torch.int64)
     loss_mask, logprobs = torch.zeros(B, T), torch.zeros(B, T)
@@ -122,6 +127,6 @@ def assemble(prompts: TrainingBatch, responses: Mapping[str, Response]) -> Train
             "rollout_s": [response.seconds for response in made],
         },
         sample_ids=prompts.sample_ids,
-        weight_versions=[min(response.versions) for response in made],
+        weight_versions=[min(response.versions, default=newest) for response in made],
     )
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
-from everstep.rl.rollout import Response, Sampling
+from everstep.rl.rollout import Pieces, Response, Sampling
 from everstep.rl.rollout.noise import draw, sample_keys
 
 #: Running rows are joined by waiting ones when this share of the places is free: each entry costs a prefill and a copy of the cache.
@@ -82,7 +82,7 @@ class Decoder:
         self._keep([])
 
     @torch.no_grad()
-    def advance(self, tokens: int) -> dict[str, tuple[Response, bool]]:
+    def advance(self, tokens: int) -> Pieces:
         """Up to ``tokens`` tokens for each running sequence; what each gained, by sample id, and whether it is complete."""
         start, gained = time.monotonic(), dict[str, Response]()
         complete: set[str] = set()

@@ -6,16 +6,17 @@ a call for each engine at a time; weights are moved by whoever owns the trainer'
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.host import Host, ProcessEnded
 from everstep.config.schema import RolloutConfig
-from everstep.errors import DeadlineExceeded, EverstepError, NotEnoughReplicas
+from everstep.errors import BadInput, DeadlineExceeded, EverstepError, NotEnoughReplicas, WorkerFailed
 from everstep.rl.rollout import Response, Sampling, prompt_tokens
 from everstep.rl.rollout.decoding import Pending
 from everstep.rl.rollout.requests import EngineState, Requests
@@ -24,16 +25,19 @@ from everstep.telemetry.events import EventLog
 
 _POLL_S = 0.05
 _IDLE_S = 0.2
+_SLOW_FACTOR, _SLOW_S = 5.0, 1.0  # a call that takes so many times as long as others' did last, and so many seconds, is of a slow engine
+_BESIDE = 1000  # numbers of engines on spares' devices begin here
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # before an engine that did not start is started again
 
 
 class Processes(Protocol):
     """What the pool needs of the launcher besides the host."""
 
-    def start_engine(self, name: str, instead_of: str) -> None:
-        """A process for the engine, where the dead one was if that is possible. Raises EverstepError if it does not start."""
+    def start_engine(self, name: str, where: str) -> None:
+        """A process for the engine, where the worker ``where`` is or was if that is possible; "": anywhere. Raises EverstepError if it does not start."""
 
     def end_engine(self, name: str) -> None:
-        """Returns once its process is gone. Raises DeadlineExceeded."""
+        """No death from now on, whatever becomes of it; returns once its process is gone. Raises DeadlineExceeded."""
 
     def expel(self, worker: str, cause: str) -> None:
         """It is taken for dead; ``RolloutPool.died`` is told."""
@@ -43,7 +47,9 @@ class Processes(Protocol):
 
 
 class RolloutPool:
-    def __init__(self, config: RolloutConfig, lora: bool, host: Host, processes: Processes, events: EventLog):
+    """``places``: devices that colocated engines can share."""
+
+    def __init__(self, config: RolloutConfig, lora: bool, host: Host, processes: Processes, events: EventLog, places: int):
         self._config, self._host, self._processes, self._events = config, host, processes, events
         self._requests = Requests(config.samples_per_batch, config.poison_after)
         self._lora = lora
@@ -52,70 +58,184 @@ class RolloutPool:
         self._rounds = itertools.count()
         self._calls: dict[Any, tuple[str, float]] = {}
         self._builds = itertools.count(1)
-        self._restarts = config.engine_restarts
-        self._starting = 0
+        self._restarts, self._count, self._places = config.engine_restarts, config.engines, places
+        self._took: dict[str, float] = {}       # seconds of an engine's last call
+        self._moved: dict[str, list[str]] = {}  # what slow engines are still at, although it was given to others
+        self._beside: dict[int, str] = {}       # engines on the devices of idle spares: number -> spare
+        self._coming: set[int] = set()          # numbers of engines that are being started
+        self._untried: set[int] = set()         # of them, those that neither started nor failed so far
+        self._cause = ""                        # of the last start that failed
         self._changed = threading.Condition()
         self._closed = False
         self.failure: EverstepError | None = None
-        self.first_engines = [f"e{i}" for i in range(config.engines)]
 
     # -- engines -------------------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """The first engines' processes have started."""
-        with self._changed:
-            for name in self.first_engines:
-                self._requests.starting(name)
-                self._requests.started(name)
+        """Start the first engines; returns once each has started, or failed for the first time. WorkerFailed if none has started: then it
+        is not the machine."""
         threading.Thread(target=self._loop, name="rollout-pool", daemon=True).start()
+        with self._changed:
+            for number in range(self._count):
+                self._begin(number, f"e{number}")
+            self._changed.wait_for(lambda: self._closed or not self._untried)
+            if not self._closed and not self._requests.usable:
+                raise WorkerFailed(f"no rollout engine could start: {self._cause}")
+
+    def resize(self, engines: int) -> dict[str, list[str]]:
+        """As many engines as this from now on: others are started, or those with the highest numbers leave, and what they were at goes on
+        elsewhere. Returns the living ones, and those that leave. BadInput."""
+        if engines < 1 or (self._config.colocated and engines > self._places):
+            raise BadInput(f"{engines} rollout engines: there must be at least one" + (f", and at most {self._places} with rollout.colocated" if self._config.colocated else ""))
+        with self._changed:
+            for number in range(self._count, engines):
+                if number not in self._coming:
+                    self._begin(number, f"e{number}.{next(self._builds)}")
+            self._count = engines
+            leaving = [name for name in self._requests.usable if engines <= self.number_of(name) < _BESIDE]
+            staying = [name for name in self._requests.usable if name not in leaving]
+            for name in leaving:
+                self._leaves(name)
+            self._changed.notify_all()
+        for name in leaving:
+            threading.Thread(target=self._let_go, args=(name,), name=f"leave-{name}", daemon=True).start()
+        return {"engines": staying, "leaving": leaving}
+
+    def serve_beside(self, spares: Collection[str]) -> None:
+        """On the devices of exactly these idle spares there is an engine more each (rollout.on_spares), from now on."""
+        for worker in [worker for worker in self._beside.values() if worker not in spares]:
+            self.vacate(worker)
+        with self._changed:
+            for worker in spares:
+                if (number := _BESIDE + int(worker[1:])) not in self._beside and number not in self._coming:
+                    self._beside[number] = worker
+                    self._begin(number, f"e{number}.{next(self._builds)}", beside=worker)
+
+    def vacate(self, worker: str) -> None:
+        """A spare is needed as a trainer: returns once the engine on its device is gone, or did not go in time, which is recorded."""
+        with self._changed:
+            number = _BESIDE + int(worker[1:])
+            if self._beside.pop(number, None) is None:
+                return
+            leaving = [name for name in self._requests.usable if self.number_of(name) == number]
+            for name in leaving:
+                self._leaves(name)
+            self._changed.notify_all()
+        for name in leaving:
+            self._let_go(name)
+        with self._changed:
+            self._changed.wait_for(lambda: number not in self._coming, self._config.call_timeout_s)
+
+    def _leaves(self, name: str) -> None:
+        lost = self._requests.gone(name, at_fault=False)
+        self._based.discard(name)
+        self._events.emit("rollout_leave", engine=name, requeued=len(lost))
 
     def knows(self, worker: str) -> bool:
         return worker in self._requests.engines
 
     @staticmethod
     def number_of(worker: str) -> int:
-        """Which of ``rollout.engines`` it is; one that takes a dead one's place takes its number."""
+        """Which of ``rollout.engines`` it is; one that takes a dead one's place takes its number. Of worker w3's device: 1003."""
         return int(worker.removeprefix("e").partition(".")[0])
 
     def engine_at(self, number: int) -> str | None:
         """The living engine with this number."""
         with self._changed:
-            living = (name for name, engine in self._requests.engines.items() if engine.state is not EngineState.GONE)
-            return next((name for name in living if self.number_of(name) == number), None)
+            return next((name for name in self._requests.usable if self.number_of(name) == number), None)
 
     def died(self, worker: str, cause: str, injected: bool) -> None:
         """An engine's process ended, or is about to be ended; another takes its place. Must be told of every death."""
         with self._changed:
+            state = self._requests.engines[worker].state
             lost = self._requests.gone(worker, at_fault=not injected)
             self._based.discard(worker)
+            if state in (EngineState.GONE, EngineState.STARTING):
+                return  # it left; or whoever starts it sees to it
             dropped = [sample for sample in lost if sample in self._requests.dropped]
             self._events.emit("rollout_death", engine=worker, cause=cause, requeued=len(lost) - len(dropped), dropped=dropped)
-            again = self._restarts > 0 and not self._closed
-            self._restarts -= again
-            self._starting += again
+            number = self.number_of(worker)
+            if self._restarts > 0 and self._wanted(number):
+                self._restarts -= 1
+                self._begin(number, f"e{number}.{next(self._builds)}", worker)
+            else:
+                threading.Thread(target=self._let_go, args=(worker,), name=f"end-{worker}", daemon=True).start()
             self._changed.notify_all()
         if worker in self._streams:  # its source need not wait for it
             self._processes.call_off(self._streams[worker])
-        threading.Thread(target=self._replace, args=(worker, again), name=f"replace-{worker}", daemon=True).start()
 
-    def _replace(self, worker: str, again: bool) -> None:
+    def _wanted(self, number: int) -> bool:
+        return not self._closed and (number < self._count or number in self._beside)
+
+    def _begin(self, number: int, name: str, instead_of: str = "", beside: str = "") -> None:
+        self._coming.add(number)
+        self._untried.add(number)
+        threading.Thread(target=self._bring, args=(number, name, instead_of, beside), name=f"start-{name}", daemon=True).start()
+
+    def _bring(self, number: int, name: str, instead_of: str, beside: str) -> None:
+        """Start engine ``number``, again and again, later and later, while it fails and rollout.engine_restarts are left."""
+        pause_s = _FIRST_PAUSE_S
         try:
-            self._processes.end_engine(worker)
-            if again and not self._closed:
+            while (cause := self._start(name, instead_of, beside)) is not None:
                 with self._changed:
-                    name = f"e{self.number_of(worker)}.{next(self._builds)}"
-                    self._requests.starting(name)
-                self._processes.start_engine(name, worker)
-                with self._changed:
-                    if self._requests.engines[name].state is EngineState.STARTING:
-                        self._requests.started(name)
-                        self._events.emit("rollout_start", engine=name, instead_of=worker)
-        except EverstepError as error:
-            self.failure = self.failure or error
+                    again = self._restarts > 0 and self._wanted(number)
+                    self._restarts -= again
+                    self._cause = f"{name}: {cause}"
+                    self._events.emit("rollout_start_failed", engine=name, cause=cause, again_s=pause_s if again else None)
+                    self._untried.discard(number)
+                    self._changed.notify_all()
+                    if not again or self._changed.wait_for(lambda: not self._wanted(number), pause_s):
+                        self._coming.discard(number)
+                        return
+                    name = f"e{number}.{next(self._builds)}"
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         finally:
             with self._changed:
-                self._starting -= again
+                self._untried.discard(number)
+                self._coming.discard(number)
                 self._changed.notify_all()
+
+    def _start(self, name: str, instead_of: str, beside: str) -> str | None:
+        """Why it did not; None if it has, or is not wanted any more."""
+        try:
+            if instead_of:
+                self._processes.end_engine(instead_of)
+            with self._changed:
+                if not self._wanted(self.number_of(name)):
+                    return None
+                self._requests.starting(name)
+            self._processes.start_engine(name, instead_of or beside)
+        except (Exception, SystemExit) as error:  # a fault boundary: whatever a library raises; SystemExit is Ray's word to who waits when it ends
+            with self._changed:
+                began = name in self._requests.engines
+                if began:
+                    self._requests.gone(name, at_fault=False)
+            if began and not isinstance(error, SystemExit):
+                self._let_go(name)
+            return f"{type(error).__name__}: {error}"
+        with self._changed:
+            if self._requests.engines[name].state is not EngineState.STARTING:
+                cause: str | None = "it died while it started"
+            elif not self._wanted(self.number_of(name)):
+                self._requests.gone(name, at_fault=False)
+                cause = None
+            else:
+                self._requests.started(name)
+                if "." in name:
+                    self._events.emit("rollout_start", engine=name, instead_of=instead_of)
+                self._changed.notify_all()
+                return None
+        self._let_go(name)
+        return cause
+
+    def _let_go(self, name: str) -> None:
+        """An engine that is no engine any more: its process ends, and whoever sends it weights need not wait for it."""
+        if name in self._streams:
+            self._processes.call_off(self._streams[name])
+        try:
+            self._processes.end_engine(name)
+        except EverstepError as error:
+            self._events.emit("error", error=type(error).__name__, message=f"rollout engine {name}: {error}")
 
     def close(self) -> None:
         """Nothing is handed out any more; the processes are the host's."""
@@ -125,13 +245,20 @@ class RolloutPool:
 
     # -- sequences -----------------------------------------------------------------------------------------------------------
 
-    def submit(self, prompts: TrainingBatch, sampling: Sampling, min_version: int) -> None:
-        """Complete every row of ``prompts`` under weights of ``min_version`` or later."""
+    def submit(self, prompts: TrainingBatch, sampling: Sampling, min_version: int, made: Mapping[str, Response]) -> None:
+        """Complete every row of ``prompts`` under weights of ``min_version`` or later; those in ``made`` go on from what they have."""
         groups = prompts.columns.get("group", prompts.sample_ids)
-        sequences = [Pending(sid, tokens) for sid, tokens in zip(prompts.sample_ids, prompt_tokens(prompts), strict=True)]
+        sequences = [
+            Pending(sid, tokens, copy.deepcopy(made.get(sid, Response()))) for sid, tokens in zip(prompts.sample_ids, prompt_tokens(prompts), strict=True)
+        ]
         with self._changed:
             self._requests.submit(zip(groups, sequences, strict=True), sampling, min_version)
             self._changed.notify_all()
+
+    def so_far(self, samples: Sequence[str]) -> dict[str, Response]:
+        """What there is of those that have something, complete or not; a copy."""
+        with self._changed:
+            return copy.deepcopy(self._requests.so_far(samples))
 
     def has(self, samples: Sequence[str]) -> bool:
         """Whether these were submitted (all of them, or none)."""
@@ -146,9 +273,10 @@ class RolloutPool:
                 raise self.failure
             if not self._requests.missing(samples):
                 return True
-            if not self._requests.usable and not self._starting:
+            if not self._requests.usable and not self._coming:
+                why = f"; the last one failed: {self._cause}" if self._cause else ""
                 raise NotEnoughReplicas(
-                    f"no rollout engine is left, after {self._config.engine_restarts} restarts (rollout.engine_restarts); see their logs, "
+                    f"no rollout engine is left, after {self._config.engine_restarts} restarts (rollout.engine_restarts){why}; see their logs, "
                     "then resume with resume=auto"
                 )
             return False
@@ -160,6 +288,13 @@ class RolloutPool:
             dropped = {sample: self._requests.dropped[sample] for sample in samples if sample in self._requests.dropped}
             self._requests.cancel(dropped)
             return complete, dropped
+
+    def void(self) -> None:
+        """The run went back to an older step."""
+        with self._changed:
+            busy = self._requests.void()
+        for name in busy:
+            self._processes.expel(name, "the run went back to an older step, and what it generated is void")
 
     # -- weights -------------------------------------------------------------------------------------------------------------
 
@@ -183,6 +318,32 @@ class RolloutPool:
         if engines:
             self._round(engines, version, "adapter" if self._lora else "full", send)
 
+    def sleep(self) -> None:
+        """All engines leave their devices; nothing may be under way. Returns once they have, or are taken for dead."""
+        with self._changed:
+            living = [name for name, engine in self._requests.engines.items() if engine.state in (EngineState.READY, EngineState.STALE)]
+            for name in living:
+                self._requests.asleep(name)
+        calls = {self._host.submit(name, None, "sleep", self._moved.pop(name, [])): name for name in living}
+        self._await(calls, "did not leave its device", lambda call, name: self._host.result(call, name, "sleep"))
+
+    def _await(self, calls: dict[Any, str], what: str, take: Callable[[Any, str], object]) -> None:
+        """Results of calls to engines; one that does not answer in rollout.sync_timeout_s, or whose process ended, is taken for dead."""
+        end = time.monotonic() + self._config.sync_timeout_s
+        while calls:
+            for call in self._host.wait(calls, _IDLE_S):
+                name = calls.pop(call)
+                try:
+                    take(call, name)
+                except ProcessEnded as ended:
+                    self._processes.expel(name, f"its process ended ({ended})")
+                except EverstepError as error:
+                    self._processes.expel(name, f"{type(error).__name__}: {error}")
+            if calls and time.monotonic() > end:
+                for name in calls.values():
+                    self._processes.expel(name, f"{what} in {self._config.sync_timeout_s:g} s (rollout.sync_timeout_s)")
+                return
+
     def _round(self, engines: list[str], version: int, kind: Kind, send: Callable[[Mapping[str, str], Kind], bool]) -> None:
         number = next(self._rounds)
         with self._changed:
@@ -194,22 +355,12 @@ class RolloutPool:
         if not send(dict(self._streams), kind):
             for stream in self._streams.values():
                 self._processes.call_off(stream)
-        end = time.monotonic() + self._config.sync_timeout_s
-        while calls:
-            for call in self._host.wait(calls, _IDLE_S):
-                self._received(calls.pop(call), call, version, kind)
-            if calls and time.monotonic() > end:
-                for name in calls.values():
-                    self._processes.expel(name, f"weights did not reach it in {self._config.sync_timeout_s:g} s (rollout.sync_timeout_s)")
-                return
+        self._await(calls, "got no weights", lambda call, name: self._received(call, name, version, kind))
 
-    def _received(self, name: str, call: Any, version: int, kind: Kind) -> None:
+    def _received(self, call: Any, name: str, version: int, kind: Kind) -> None:
         got: int | None = None if kind == "base" else version
         try:
             self._host.result(call, name, "receive_weights")
-        except ProcessEnded as ended:
-            self._processes.expel(name, f"its process ended ({ended})")
-            return
         except EverstepError as error:
             got = None
             self._events.emit("error", step=version, error=type(error).__name__, message=f"rollout engine {name}: {error}")
@@ -233,6 +384,7 @@ class RolloutPool:
                 for call in self._host.wait(self._calls, _IDLE_S):
                     self._take_back(call)
                 now = time.monotonic()
+                self._relieve(now)
                 for name in [n for n, since in self._calls.values() if now - since > self._config.call_timeout_s]:
                     self._forget_calls(name)
                     self._processes.expel(name, f"made no {self._config.tokens_per_call} tokens in {self._config.call_timeout_s:g} s "
@@ -254,11 +406,23 @@ class RolloutPool:
                 if engine.has:
                     orders.append((name, new, engine.sampling))
         for name, new, sampling in orders:
-            call = self._host.submit(name, None, "advance", new, sampling, self._config.tokens_per_call)
+            call = self._host.submit(name, None, "advance", new, sampling, self._config.tokens_per_call, self._moved.pop(name, []))
             self._calls[call] = name, time.monotonic()
 
+    def _relieve(self, now: float) -> None:
+        """What a slow engine has goes to those that are idle; a prompt's noise is its own, so the samples are the same."""
+        with self._changed:
+            idle = [name for name in self._requests.idle if name in self._took]
+            for name, since in self._calls.values() if idle else ():
+                limit = max(_SLOW_S, _SLOW_FACTOR * max(self._took[other] for other in idle))
+                if now - since > limit and (moved := self._requests.move(name)):
+                    self._moved[name] = self._moved.get(name, []) + moved
+                    self._events.emit("rollout_moved", engine=name, samples=len(moved), seconds=now - since)
+                    return
+
     def _take_back(self, call: Any) -> None:
-        name, _ = self._calls.pop(call)
+        name, since = self._calls.pop(call)
+        self._took[name] = time.monotonic() - since
         try:
             pieces = self._host.result(call, name, "advance")
         except (ProcessEnded, EverstepError) as error:

@@ -87,6 +87,9 @@ class Requests:
             sample = sequence.sample_id
             if self.knows(sample):
                 raise InvariantViolated(f"sample {sample} was given to the rollout pool twice")
+            if sequence.made.finished or len(sequence.made.tokens) >= sampling.max_response_tokens:  # before a run was resumed
+                self.complete[sample] = sequence.made
+                continue
             waiting = Waiting(sequence, group, sampling, min_version)
             self._open[sample] = waiting
             self._queue.append(waiting)
@@ -133,6 +136,11 @@ class Requests:
         """The complete ones among these, which are then forgotten."""
         return {sample: self.complete.pop(sample) for sample in list(samples) if sample in self.complete}
 
+    def so_far(self, samples: Iterable[str]) -> dict[str, Response]:
+        """What there is of those that have something, complete or not."""
+        found = {sample: self.complete.get(sample) or (self._open[sample].sequence.made if sample in self._open else None) for sample in samples}
+        return {sample: response for sample, response in found.items() if response is not None and response.tokens}
+
     def cancel(self, samples: Iterable[str]) -> dict[str, list[str]]:
         """Forget sequences, complete or not. Returns engine -> those that it has."""
         wanted = set(samples)
@@ -146,6 +154,30 @@ class Requests:
             self.complete.pop(sample, None)
             self.dropped.pop(sample, None)
         return {name: samples for name, samples in running.items() if samples}
+
+    def move(self, slow: str) -> list[str]:
+        """An engine that is slow loses what it has to whoever is free: it goes back to the front of the queue. Returns the samples, of which
+        the engine must be told that they are not its own any more."""
+        engine = self.engines[slow]
+        moved, engine.has = list(engine.has), {}
+        self._queue.extendleft(self._open[sample] for sample in reversed(moved))
+        return moved
+
+    @property
+    def idle(self) -> list[str]:
+        """Ready, with nothing to do, and nothing waits for them."""
+        return [n for n, e in self.engines.items() if e.state is EngineState.READY and not e.has] if not self._queue else []
+
+    def void(self) -> list[str]:
+        """The run went back to an older step: everything is forgotten, and no engine's weights are current, whatever their number. Returns
+        the engines that are at something; they must end, for they would go on with it."""
+        busy = [name for name, engine in self.engines.items() if engine.has]
+        self.cancel([*self._open, *self.complete, *self.dropped])
+        for engine in self.engines.values():
+            if engine.state is EngineState.READY:
+                engine.becomes(EngineState.STALE)
+            engine.version = None
+        return busy
 
     def knows(self, sample: str) -> bool:
         return sample in self._open or sample in self.complete or sample in self.dropped
@@ -187,6 +219,15 @@ class Requests:
         engine.version = version
         if version is not None and version != self.wanted_version:
             engine.becomes(EngineState.STALE)
+
+    def asleep(self, name: str) -> None:
+        """An engine with nothing to do gives its weights up."""
+        engine = self.engines[name]
+        if engine.has:
+            raise InvariantViolated(f"rollout engine {name} sleeps with {len(engine.has)} sequences")
+        if engine.state is not EngineState.STALE:
+            engine.becomes(EngineState.STALE)
+        engine.version = None
 
     def gone(self, name: str, at_fault: bool) -> list[str]:
         """The engine's process ended. Returns the samples that are requeued, or dropped now.

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,28 +22,25 @@ from everstep.engine import cpu, source
 from everstep.errors import EverstepError, WorkerFailed
 from everstep.recovery.control import Control
 from everstep.recovery.victim import Victim
-from everstep.rl.rollout import Response, Sampling, sync
-from everstep.rl.rollout.decoding import Decoder, Pending
-from everstep.rl.rollout.transformers import TransformersRollout
+from everstep.rl.rollout import Pieces, Sampling, engine, sync
+from everstep.rl.rollout.decoding import Pending
 from everstep.telemetry.events import EventLog
-
-Pieces = dict[str, tuple[Response, bool]]
 
 
 class EngineWorker:
     """Public methods are the engine's; ``run`` is how a host calls them (as :meth:`everstep.cluster.worker.Worker.run`)."""
 
     def __init__(
-        self, config: Config, worker_id: str, device: torch.device, control: Control, store: tuple[str, int], events: EventLog
+        self, config: Config, worker_id: str, device: torch.device, control: Control, store: tuple[str, int], events: EventLog, run_dir: Path
     ):
         self.config, self.worker_id, self.device, self.control, self.events = config, worker_id, device, control, events
         self._store_address = store
         self._store: dist.Store | None = None
-        self._source = source.resolve(config.model)
-        dtype = getattr(torch, config.model.dtype)
-        tokenizer = source.load_tokenizer(config.model)
-        self._rollout = TransformersRollout(self._source.hf_config, tokenizer, device, dtype)
-        self._decoder: Decoder = self._rollout.decoder()
+        hf_config, tokenizer = source.resolve(config.model).hf_config, source.load_tokenizer(config.model)
+        self._rollout = engine.make(config, hf_config, tokenizer, device, run_dir / "rollout" / worker_id)
+        self._decoder = self._rollout.decoder()
+        if config.rollout.colocated:
+            self._rollout.sleep()
         self.victim = Victim(worker_id, events, control.fault_word, lambda: "step {}, {}".format(*control.where))
         control.on_order, control.on_phase = self.victim.obey, self.victim.enter
         events.emit("process_start", device=str(device))
@@ -59,8 +57,10 @@ class EngineWorker:
         except Exception as error:
             raise WorkerFailed(f"rollout engine {self.worker_id} failed in {method}: {type(error).__name__}: {error}") from error
 
-    def advance(self, new: Sequence[Pending], sampling: Sampling, tokens: int) -> Pieces:
-        """Take ``new`` sequences, and make up to ``tokens`` tokens for each that the engine has."""
+    def advance(self, new: Sequence[Pending], sampling: Sampling, tokens: int, moved: Sequence[str] = ()) -> Pieces:
+        """Drop those that were ``moved`` to other engines, take ``new`` sequences, and make up to ``tokens`` tokens for each that the engine
+        has."""
+        self._decoder.cancel(moved)
         self._decoder.add(new, sampling)
         with self._in_phase("generate", self._rollout.version or 0):
             pieces = self._decoder.advance(tokens)
@@ -76,7 +76,8 @@ class EngineWorker:
         start, counter = time.monotonic(), _Counter()
         self.events.emit("rollout_sync_begin", step=version, engine=self.worker_id, kind=kind)
         with self._in_phase("sync", version), sync.stream(name, self._open_store(), self.config.rollout.sync_timeout_s) as stream:
-            weights = counter.counted(sync.receive(stream.join(), version))
+            device = self.device if self.config.rollout.tp == 1 else None  # the model's parts are in other processes
+            weights = counter.counted(sync.receive(stream.join(), version, device))
             if kind == "adapter":
                 self._rollout.load_adapter(weights, self.config.lora.alpha / self.config.lora.rank, version)
             else:
@@ -84,8 +85,17 @@ class EngineWorker:
         if kind != "base":
             self._decoder.restart()
         self.events.emit("rollout_sync", step=version, engine=self.worker_id, kind=kind, nbytes=counter.nbytes,
-                         seconds=time.monotonic() - start)
+                         seconds=time.monotonic() - start, way=counter.way)
         return counter.nbytes
+
+    def sleep(self, moved: Sequence[str] = ()) -> None:
+        """Leave the device to whoever shares it: weights and cache go, until weights are received again. Nothing may be under way but what
+        was ``moved`` to other engines."""
+        self._decoder.cancel(moved)
+        if len(self._decoder):
+            raise WorkerFailed(f"rollout engine {self.worker_id} was asked to sleep with {len(self._decoder)} sequences under way")
+        self._rollout.sleep()
+        self.events.emit("rollout_sleep", engine=self.worker_id)
 
     @contextlib.contextmanager
     def _in_phase(self, phase: str, version: int) -> Iterator[None]:
@@ -104,12 +114,13 @@ class EngineWorker:
 
 
 class _Counter:
-    """Counts the bytes of what goes through it."""
+    """Counts the bytes of what goes through it, and sees which way it came."""
 
     def __init__(self) -> None:
-        self.nbytes = 0
+        self.nbytes, self.way = 0, "host"
 
     def counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
-            self.nbytes += tensor.numel() * tensor.element_size()
+            self.nbytes += tensor.nbytes
+            self.way = "device" if tensor.is_cuda else "host"
             yield name, tensor

@@ -7,80 +7,181 @@
 The connections are those of a heal (:mod:`everstep.recovery.heal`). An engine that is gone is left out, the others go on; if the source
 is gone, engines have no version and get everything again from somebody else. Nothing is served by half of either.
 
+Where both have a GPU on one machine, an engine is shown each weight in the source's device memory (CUDA's inter-process handles) and copies it
+to its own, with sums over the words in the place of a checksum; the bytes go through host memory where that is not so, or does not work.
+
 With LoRA an engine gets the frozen weights once (``kind="base"``), and from then on adapters only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from everstep.errors import DeadlineExceeded, EverstepError, LinkBroken
 from everstep.recovery.heal import MARK, HealStream, checksum_of, on_host, receive_checked, receive_mark
 
+LOG = logging.getLogger(__name__)
 Kind = Literal["full", "base", "adapter"]
+_TAKEN, _CANNOT = bytearray(b"\1"), bytearray(b"\0")
+_DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the device's number in the process that reads
+
+
+@dataclass
+class _End:
+    """The source's end of a stream. ``direct``: the engine reads our device's memory itself."""
+
+    stream: HealStream
+    direct: bool
+
+    def say(self, version: int, data: memoryview) -> None:
+        self.stream.send(memoryview(MARK.pack(version, len(data), checksum_of(data))))
+        self.stream.send(data)
+
+    def taken(self) -> bool:
+        """Whether the engine has copied what it was shown; if not, it cannot, and gets this and all that follows as bytes."""
+        answer = bytearray(1)
+        self.stream.receive_into(memoryview(answer))
+        self.direct = answer == _TAKEN
+        return self.direct
 
 
 def send(streams: Mapping[str, HealStream], weights: Iterable[tuple[str, Tensor]], version: int) -> tuple[int, dict[str, str]]:
     """Stream ``weights`` to all. Returns bytes sent to each, and engine -> why it did not get all of them."""
-    living, failed, nbytes, count = dict(streams), dict[str, str](), 0, 0
+    ends = {name: _End(stream, False) for name, stream in streams.items()}
+    failed, nbytes, count = dict[str, str](), 0, 0
 
-    def tell(data: memoryview) -> None:
-        for name, stream in list(living.items()):
+    def each(names: Iterable[str], act: Callable[..., object], *args: Any) -> None:
+        for name in [name for name in names if name in ends]:
             try:
-                stream.send(memoryview(MARK.pack(version, len(data), checksum_of(data))))
-                stream.send(data)
+                act(ends[name], *args)
             except (LinkBroken, DeadlineExceeded) as error:
                 failed[name] = str(error)
-                del living[name]
+                del ends[name]
 
+    each(streams, _greet, version)
     for name, tensor in weights:  # to the end, also if nobody listens any more: it is a collective
         count += 1
+        if not ends:
+            continue
         whole = tensor.detach().contiguous()
-        tell(memoryview(json.dumps({"name": name, "shape": list(whole.shape), "dtype": _name_of(whole.dtype)}).encode()))
-        for chunk in on_host({name: whole}):
-            tell(chunk)
-            nbytes += len(chunk)
-    tell(memoryview(json.dumps({"count": count}).encode()))
+        nbytes += whole.nbytes
+        about = {"name": name, "shape": list(whole.shape), "dtype": _name_of(whole.dtype)}
+        shown = [engine for engine, end in ends.items() if end.direct and whole.is_cuda]
+        if shown:
+            each(shown, _End.say, version, _text(about | _handle(whole)))
+            each(shown, _End.taken)
+        told = [engine for engine in ends if engine not in shown]
+        each(told, _End.say, version, _text(about))
+        by_bytes = told + [engine for engine in shown if engine in ends and not ends[engine].direct]
+        for chunk in on_host({name: whole}) if by_bytes else ():
+            each(by_bytes, _End.say, version, chunk)
+    each(streams, _End.say, version, _text({"count": count}))
+    if torch.cuda.is_available():
+        torch.cuda.ipc_collect()  # what engines that died had not given back
     return nbytes, failed
 
 
-def receive(stream: HealStream, version: int) -> Iterator[tuple[str, Tensor]]:
-    """The weights in the order in which they are sent, on the CPU. LinkBroken if the source is gone, or what comes is damaged, of
-    another version, or not all."""
+def receive(stream: HealStream, version: int, device: torch.device | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The weights in the order in which they are sent. LinkBroken if the source is gone, or what comes is damaged, of another version, or
+    not all. ``device``: a CUDA device to which they are copied straight from the source's, if that is on the same machine; else they
+    are on the CPU."""
+    _End(stream, False).say(version, _text({"machine": _machine() if device is not None and device.type == "cuda" else ""}))
     count = 0
     while True:
-        size, digest = receive_mark(stream, version)
-        header = bytearray(size)
-        receive_checked(stream, [memoryview(header)], size, digest)
-        said: dict[str, Any] = json.loads(bytes(header))
+        said = _hear(stream, version)
         if "count" in said:
             if said["count"] != count:
                 raise LinkBroken(f"{count} weights came where {said['count']} were sent")
             return
-        tensor = torch.empty(said["shape"], dtype=getattr(torch, said["dtype"]), device="cpu")
-        for chunk in on_host({said["name"]: tensor}):
-            size, digest = receive_mark(stream, version)
-            receive_checked(stream, [chunk], size, digest)
+        tensor: Tensor | None = None
+        if "handle" in said:
+            assert device is not None
+            tensor = _copied(said, device)
+            stream.send(memoryview(_CANNOT if tensor is None else _TAKEN))
+        if tensor is None:
+            tensor = torch.empty(said["shape"], dtype=getattr(torch, said["dtype"]), device="cpu")
+            for chunk in on_host({said["name"]: tensor}):
+                size, digest = receive_mark(stream, version)
+                receive_checked(stream, [chunk], size, digest)
         yield said["name"], tensor
         count += 1
 
 
-def all_served(streams: Mapping[str, HealStream], host: str) -> tuple[dict[str, HealStream], dict[str, str]]:
-    """The streams whose engine connected; and why the others are left out."""
-    served, failed = dict[str, HealStream](), dict[str, str]()
-    for name, stream in streams.items():
-        try:
-            served[name] = stream.serve(host)
-        except EverstepError as error:
-            stream.close()
-            failed[name] = str(error)
-    return served, failed
+def _text(said: Mapping[str, Any]) -> memoryview:
+    return memoryview(json.dumps(said).encode())
+
+
+def _hear(stream: HealStream, version: int) -> dict[str, Any]:
+    size, digest = receive_mark(stream, version)
+    said = bytearray(size)
+    receive_checked(stream, [memoryview(said)], size, digest)
+    heard: dict[str, Any] = json.loads(bytes(said))
+    return heard
+
+
+def _greet(end: _End, version: int) -> None:
+    end.direct = _hear(end.stream, version)["machine"] == _machine()
+
+
+def _handle(whole: Tensor) -> dict[str, Any]:
+    """What another process of this machine needs to read a tensor in our device's memory, and to see that it got it right."""
+    _, arguments = reductions.reduce_tensor(whole)
+    return {"handle": pickle.dumps(arguments).hex(), "sums": _sums(whole)}
+
+
+def _copied(said: Mapping[str, Any], device: torch.device) -> Tensor | None:
+    """A copy, on our device, of a tensor in the source's device memory; None if it cannot be reached. LinkBroken if it is another."""
+    arguments = list(pickle.loads(bytes.fromhex(said["handle"])))
+    arguments[_DEVICE_ARGUMENT] = device.index or 0
+    try:
+        copy = reductions.rebuild_cuda_tensor(*arguments).clone()
+    except RuntimeError as error:
+        LOG.warning("weights come through host memory: the source's device memory cannot be reached (%s)", str(error).splitlines()[0])
+        return None
+    if list(copy.shape) != said["shape"] or _sums(copy) != said["sums"]:
+        raise LinkBroken(f"weight {said['name']} arrived damaged: its sums are wrong")
+    return copy
+
+
+def _sums(tensor: Tensor) -> list[int]:
+    """Over all words, and over every other one; on the device, which has finished with the tensor then."""
+    words = tensor.view(-1).view(torch.uint8)
+    words = words.view(torch.int32) if words.numel() % 4 == 0 else words
+    both: list[int] = torch.stack([words.sum(dtype=torch.int64), words[1::2].sum(dtype=torch.int64)]).tolist()
+    return both
+
+
+def _machine() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def serve(
+    streams: Mapping[str, str], store: dist.Store, timeout_s: float, host: str, weights: Iterable[tuple[str, Tensor]], version: int
+) -> dict[str, str]:
+    """Send ``weights`` to every engine that joins its stream (engine -> stream). Returns engine -> why it did not get all."""
+    missed = dict[str, str]()
+    with contextlib.ExitStack() as closing:
+        served = dict[str, HealStream]()
+        for engine, name in streams.items():
+            end = closing.enter_context(stream(name, store, timeout_s))
+            try:
+                served[engine] = end.serve(host)
+            except EverstepError as error:
+                missed[engine] = str(error)
+        _, failed = send(served, weights, version)
+    return missed | failed
 
 
 def stream(name: str, store: dist.Store, timeout_s: float) -> HealStream:

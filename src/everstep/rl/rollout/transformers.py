@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,9 +43,7 @@ class TransformersRollout:
         # A model's own generation defaults (penalties, top_p, ...) would change the distribution behind our back.
         self.model.generation_config = GenerationConfig()
         self._pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-        self.eos = sorted(_ids(tokenizer.eos_token_id) | _ids(hf_config.eos_token_id))
-        if not self.eos:
-            raise WorkerFailed("neither the tokenizer nor the model names an end-of-sequence token; set eos_token_id")
+        self.eos = end_tokens(tokenizer, hf_config)
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int | None) -> None:
@@ -57,6 +55,7 @@ class TransformersRollout:
         """
         self.version = None
         self._frozen.clear()
+        self.model.to(self.device)
         config = self.model.config
         getters = {name: functools.partial(_same, p) for name, p in self.model.named_parameters(remove_duplicate=False)}
         saved = single_experts(getters, config.model_type, getattr(config, "num_local_experts", 0))
@@ -82,22 +81,21 @@ class TransformersRollout:
         without the other, or fits no weight; the model then serves nothing.
         """
         self.version = None
-        tensors = dict(adapter)
-        parameters = dict(self.model.named_parameters())
-        for name, a in tensors.items():
-            module, low, _ = name.rpartition(".lora_A.weight")
-            if not low:
-                continue
-            b, target = tensors.get(f"{module}.lora_B.weight"), parameters.get(f"{module}.weight")
-            if b is None or target is None or target.shape != (b.shape[0], a.shape[1]):
-                raise WorkerFailed(f"rollout: the adapter {module} does not fit: A {list(a.shape)}, B {list(b.shape) if b is not None else None}, "
-                                   f"weight {list(target.shape) if target is not None else None}")
-            frozen = self._frozen.setdefault(module, target.clone())
+        self.model.to(self.device)
+        parameters = {name.removesuffix(".weight"): p for name, p in self.model.named_parameters()}
+        for module, target, a, b in adapters(dict(adapter), parameters):
+            frozen = self._frozen.setdefault(module, target.clone()).to(self.device)
             low_rank = b.to(self.device, torch.float32) @ a.to(self.device, torch.float32)
             target.copy_(frozen.float() + scale * low_rank)
-        if 2 * sum(name.endswith(".lora_A.weight") for name in tensors) != len(tensors):
-            raise WorkerFailed("rollout: adapters came of which one half is missing")
         self.version = version
+
+    def sleep(self) -> None:
+        """To host memory. See :class:`everstep.rl.rollout.engine.RolloutEngine`."""
+        self.version = None
+        self.model.to("cpu")
+        self._frozen = {module: frozen.cpu() for module, frozen in self._frozen.items()}
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # for the process that shares the device
 
     def decoder(self) -> Decoder:
         """For sequences that come and go. WorkerFailed, when asked for a token, before there are weights."""
@@ -126,6 +124,30 @@ class TransformersRollout:
         if self.version is None:
             raise WorkerFailed("rollout: asked to generate before it was given weights")
         return self.version
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig) -> list[int]:
+    """Tokens that end a completion. WorkerFailed if there is none."""
+    eos = sorted(_ids(tokenizer.eos_token_id) | _ids(hf_config.eos_token_id))
+    if not eos:
+        raise WorkerFailed("neither the tokenizer nor the model names an end-of-sequence token; set eos_token_id")
+    return eos
+
+
+def adapters(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """(module, its weight (out, in), A (r, in), B (out, r)) of each; ``weights``: by module. WorkerFailed if one is without the other
+    half, or fits no weight."""
+    for name, a in tensors.items():
+        module, low, _ = name.rpartition(".lora_A.weight")
+        if not low:
+            continue
+        b, target = tensors.get(f"{module}.lora_B.weight"), weights.get(module)
+        if b is None or target is None or target.shape != (b.shape[0], a.shape[1]):
+            raise WorkerFailed(f"rollout: the adapter {module} does not fit: A {list(a.shape)}, B {list(b.shape) if b is not None else None}, "
+                               f"weight {list(target.shape) if target is not None else None}")
+        yield module, target, a, b
+    if 2 * sum(name.endswith(".lora_A.weight") for name in tensors) != len(tensors):
+        raise WorkerFailed("rollout: adapters came of which one half is missing")
 
 
 def _same(parameter: Tensor) -> Tensor:

@@ -122,6 +122,8 @@ def test_a_node_that_falls_silent_is_given_up_and_its_place_filled_once_it_must_
 def test_a_spare_on_another_node_has_the_copy_of_the_only_replica(tmp_path, cluster):
     """The rank sends its copies to the node of the spare, which goes on from there when the rank dies."""
     address, _ = cluster
+    joined = f"import ray, time; ray.init({address!r}, log_to_driver=False)\nwhile sum(n['Alive'] for n in ray.nodes()) < 2: time.sleep(0.2)"
+    subprocess.run([sys.executable, "-c", joined], env=os.environ | QUICK_NOTICE, check=True, timeout=120)  # else both would be on the head
     run = command(["train", SFT, f"run_dir={tmp_path}/run", f"ray.address={address}", "device=cpu", "telemetry.tensorboard=false",
                    "telemetry.progress=none", "layout.replicas=1", "layout.spares=1", "sft.steps=20", "checkpoint.at_end=false",
                    "recovery.memory_checkpoint_every=3", "recovery.restart_attempts=0", "env.GLOO_SOCKET_IFNAME=lo",

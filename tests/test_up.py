@@ -197,7 +197,7 @@ def on_the_page() -> list[str]:
 def test_the_examples_run_as_their_page_says(tmp_path: Path) -> None:
     """One after the other, in a folder where only the examples are."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    python = psutil.Process().exe()
+    python = sys.executable
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHON": python, "PORT": str(free_ports())}
     for line in on_the_page():
         done = subprocess.run(["bash", "-c", line], cwd=tmp_path, text=True, capture_output=True, timeout=250, env=env)
@@ -216,7 +216,7 @@ def test_torchft_as_it_is_installed_works() -> None:
     (those that need no GPU and none of its optional packages)."""
     chosen = "not cuda and not torchcomms and not use_cuda_True"
     done = subprocess.run(
-        [psutil.Process().exe(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "torchft.lighthouse_test", "torchft.coordination_test",
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "torchft.lighthouse_test", "torchft.coordination_test",
          "torchft.manager_integ_test", "-k", chosen], text=True, capture_output=True, timeout=500, cwd="/",
     )
     assert done.returncode == 0, done.stdout[-4000:]

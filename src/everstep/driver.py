@@ -207,7 +207,7 @@ def _run(
     except EverstepError as error:
         if own_events:
             own_events.emit("error", error=type(error).__name__, message=str(error))
-        if group:
+        if group and not isinstance(error, InvariantViolated):  # a state that is not what it should be is nothing to go on from
             group.flush_copies()
         raise
     finally:

@@ -198,7 +198,7 @@ def make_worker(spec: WorkerSpec, node: str, abandon: Callable[[str], None] | No
     from everstep.cluster.worker import Worker
 
     Notices(recovery.preemption_file, control.leaving)
-    if recovery.memory_checkpoint_every:
+    if recovery.memory_checkpoint_every and memory.ROOT.is_dir():  # else it is refused by whoever makes the first copy
         janitor.enter(copies, flushed.folder_of(run_dir, spec.attempt), recovery.controller_grace_s)
     worker = Worker(spec.config, spec.worker_id, device, control, spec.store, events, copies / node)
     start_log(worker.where)

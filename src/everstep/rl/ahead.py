@@ -50,11 +50,13 @@ def read(folder: Path, step: int, settings: str, note: Callable[[str], None]) ->
 
 
 def retire(folder: Path, checkpoints: Path, step: int) -> None:
-    """Delete those that no checkpoint needs; that of ``step``, the last committed one, may be on its way."""
-    saved = {step_of(one) for one in checkpoint_folders(checkpoints)} | {step}
+    """Delete those that no checkpoint needs. Checkpoints later than the newest one there is, up to ``step``, may be on their way."""
+    saved = [number for one in checkpoint_folders(checkpoints) if (number := step_of(one)) is not None]
+    newest = max(saved, default=-1)
     with storage_errors("deleting", folder):
         for path in folder.glob("ahead-*.json"):
-            if int(path.stem.removeprefix("ahead-")) not in saved and int(path.stem.removeprefix("ahead-")) < step:
+            number = int(path.stem.removeprefix("ahead-"))
+            if number not in saved and not newest < number <= step:
                 path.unlink()
 
 

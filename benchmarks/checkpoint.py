@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.folder, prefix="everstep-checkpoint-") as folder:
-        bench = Bench(Path(folder), chosen.hidden, chosen.layers, torch.device(chosen.device), chosen.dtype, chosen.samples, chosen.tokens)
+        bench = Bench(Path(folder), chosen.hidden, chosen.layers, torch.device("cuda", 0) if chosen.device == "cuda" else torch.device("cpu"), chosen.dtype, chosen.samples, chosen.tokens)
         bench.steps_made(3)
         plain: list[float] = []
         measured: dict[str, list[dict[str, float]]] = {"everstep": [], "torch.distributed.checkpoint": []}

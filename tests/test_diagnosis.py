@@ -84,7 +84,8 @@ def test_nothing_is_lost_by_it(struck: Finished) -> None:
 def test_a_process_that_serves_no_interpreter_still_writes_its_stacks(tmp_path: Path) -> None:
     """faulthandler answers in C: the interpreter lock is held by a call that never returns."""
     code = ("import ctypes, sys, threading; from pathlib import Path; from everstep.telemetry import diagnosis; "
-            "diagnosis.register(Path(sys.argv[1])); print('up', flush=True); ctypes.PyDLL(None).sleep(60)")
+            "diagnosis.register(Path(sys.argv[1])); print('up', flush=True); mutex = ctypes.create_string_buffer(64); "
+            "lock = ctypes.PyDLL(None).pthread_mutex_lock; lock(mutex); lock(mutex)")  # for ever; a signal ends a sleep, but not this
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "p.stacks")], stdout=subprocess.PIPE)
     try:
         assert process.stdout and process.stdout.readline()

@@ -54,7 +54,7 @@ def test_a_run_that_was_interrupted_goes_on_with_the_same_prompts_and_the_same_c
     run = finish(parts("rl.iterations=4", "resume=must", "checkpoint.at_end=false", fault), host=ForkedHost)
     assert run.final_hashes == whole.final_hashes
     (struck,) = run.kind("fault")
-    scored = next(e for e in run.kind("reward_failed") if e.t_wall > struck.t_wall - 1)
+    scored = next(e for e in run.kind("reward_failed") if e.t_wall > run.kind("run_start")[-1].t_wall)
     assert len(run.kind("death")) == 1 and struck.t_wall < scored.t_wall, "the processes that score were being started"
     books = account(run.events)
     assert books.exact and books.committed == 10 and books.samples_dropped == sum(len(e["samples"]) for e in run.kind("drop"))

@@ -37,8 +37,7 @@ class _Commands(typer.core.TyperGroup):
 app = typer.Typer(
     name="everstep",
     cls=_Commands,
-    help="\b\nPost-training of language models that survives the death of any process.\n"
-    "Exit: 0 done, 2 bad input, 3 resumable, 4 invariant violated, 130 interrupted.",
+    help="Post-training of language models that survives the death of any process.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -66,7 +65,10 @@ def train(
     ] = False,
     debug: Debug = False,
 ) -> int:
-    """Train as CONFIG says."""
+    """Train as CONFIG says.
+
+    Exit: 0 done, 2 bad input, 3 resumable, 4 invariant violated, 130 interrupted.
+    """
     from everstep.config.load import load_config
 
     loaded = load_config(config, overrides or [])

@@ -32,7 +32,7 @@ from everstep.recovery.healing import Stage
 from everstep.recovery.ledger import Contribution, Ledger, SlotLedger, SumLedger
 from everstep.recovery.link import Link, Links
 from everstep.recovery.transaction import StepReport, Total, Transaction
-from everstep.recovery.view import Heal, Kind, Member, Record, View
+from everstep.recovery.view import Epoch, Heal, Kind, Member, Record, View
 from everstep.telemetry import history
 from everstep.telemetry.events import Event
 
@@ -150,7 +150,7 @@ class Rank:
 
         def body(fail: bool) -> None:
             try:
-                self.world.reported(self, step, transaction.run(work, 1))
+                self.world.reported(self, step, transaction.run(work, Epoch(1, 0)))
             except ReplicaBroken:
                 self.world.trace.append(f"{self} is of a broken replica")
             except Fenced as error:

@@ -313,7 +313,6 @@ class Controller(InOnePlace, Verbs):
         if self._injector:
             self._injector.begins(step)
         coordinator = self.server.coordinator
-        incarnation = coordinator.view.epoch.incarnation
         owed = Owed(self.server, self.config.recovery, f"its report of step {step}")
         pending: dict[Any, tuple[str, Member]] = {}
         called: set[Member] = set()  # a replica that comes back within the step is called in its new life
@@ -331,7 +330,7 @@ class Controller(InOnePlace, Verbs):
                         called.add(member)
                         life = self.server.meant_for(member)
                         for worker in member.workers:
-                            call = self._host.submit(worker, life, method, *arguments(step, shared), incarnation)
+                            call = self._host.submit(worker, life, method, *arguments(step, shared), view.epoch)
                             pending[call] = worker, member
             else:
                 owing = [(worker, member) for worker, member in pending.values() if view.member(member.replica) == member]

@@ -54,7 +54,7 @@ from everstep.recovery.link import Link, Links
 from everstep.recovery.replica import ReplicaWorld
 from everstep.recovery.transaction import StepReport, Total, Transaction
 from everstep.recovery.victim import Victim
-from everstep.recovery.view import Kind, Record
+from everstep.recovery.view import Epoch, Kind, Record
 from everstep.rl.rollout import Sampling, sync
 from everstep.rl.rollout.transformers import TransformersRollout
 from everstep.telemetry import diagnosis
@@ -398,23 +398,23 @@ class Worker:
         return False
 
     def train_step(
-        self, step: int, slots: Slots, loss: LossSpec, lr: float, temperature: float, role: Role, incarnation: int | None
+        self, step: int, slots: Slots, loss: LossSpec, lr: float, temperature: float, role: Role, called: Epoch | None
     ) -> StepReport:
-        """``incarnation``: of the coordinator beside the controller that calls; a call of a dead one is given up. None: the recipe that
-        calls is in the ranks, and outlives coordinators."""
+        """``called``: in which view. A call beside a coordinator that is dead is given up; None: the recipe that calls is in the ranks, and
+        outlives coordinators."""
         assert self._transaction is not None
         engine = self._work_with(role)
-        report = self._transaction.run(StepWork(self, step, slots, loss.build(), lr, temperature, engine), incarnation)
+        report = self._transaction.run(StepWork(self, step, slots, loss.build(), lr, temperature, engine), called)
         if self.keeping.is_due(step):
             self.keeping.copy(self.state, step)
         sums, metrics = engine.read_sums(report.sums)
         return dataclasses.replace(report, sums=sums, metrics=metrics)
 
-    def train_round(self, round: Round, slots: Slots, loss: LossSpec, rollout: LossSpec | None, incarnation: int | None) -> StepReport:
+    def train_round(self, round: Round, slots: Slots, loss: LossSpec, rollout: LossSpec | None, called: Epoch | None) -> StepReport:
         """A round of semi-synchronous training. ``rollout``: names what makes the samples (everstep.cluster.island.Rollout)."""
         assert self._transaction is not None
         made: Any = rollout.build() if rollout else None
-        report = self._transaction.run(RoundWork(self, round, slots, loss.build(), made), incarnation)
+        report = self._transaction.run(RoundWork(self, round, slots, loss.build(), made), called)
         sums, metrics = self.engine.read_sums(without_participants(report.sums))
         return dataclasses.replace(report, sums=sums, metrics=metrics)
 

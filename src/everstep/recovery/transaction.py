@@ -166,9 +166,10 @@ class Transaction:
         self._dealt: int | None = None    # and those that it was first dealt
         self.holds: tuple[int, Epoch] | None = None  # the total (step, epoch) that was voted for and is kept, until it is applied
 
-    def run(self, work: Work, incarnation: int | None) -> StepReport:
-        """One committed step. ``incarnation``: of the coordinator beside the controller that called for it; None: whoever called outlives
-        coordinators, and the step goes on under the next one. Raises ReplicaBroken (a rank of my replica is gone), Fenced (I am expelled
+    def run(self, work: Work, called: Epoch | None) -> StepReport:
+        """One committed step. ``called``: of the view that the controller called it in, which is waited for: it may be slower to come than
+        the call. A call beside a coordinator that is gone is given up; None: whoever called outlives coordinators, and the step goes on
+        under the next one. Raises ReplicaBroken (a rank of my replica is gone), Fenced (I am expelled
         or the coordinator is lost), Superseded (another controller calls the step anew), DeadlineExceeded."""
         self._seconds, self._since = {}, time.monotonic()
         self._computed, self._dealt = 0, None
@@ -177,7 +178,7 @@ class Transaction:
         try:
             while True:
                 self._enter(Phase.BEGIN, work.step)
-                record = self._agree_on_view(work.step, incarnation)
+                record = self._agree_on_view(work.step, called)
                 if not record.view.deal.lives:  # nothing is computed until the dead are replaced
                     self._control.after(record.number, self._config.step_timeout_s, "a view that deals slots")
                     continue
@@ -226,20 +227,20 @@ class Transaction:
 
     # -- one attempt -----------------------------------------------------------------------------------------------------
 
-    def _agree_on_view(self, step: int, incarnation: int | None) -> Record:
+    def _agree_on_view(self, step: int, called: Epoch | None) -> Record:
         """The newest record that any rank of my replica has seen; all ranks of the replica act on this one.
 
         The call of a step may arrive before the view that lets this life of the replica in: that view is waited for.
         """
         current = self._control.wait_for(
             lambda records: records[-1] if records[-1].view.committed >= step - 1 and self._has_entered(records)
-            and records[-1].view.epoch.incarnation >= (incarnation or 0) else None,
+            and (called is None or records[-1].view.epoch.key >= called.key) else None,
             self._config.step_timeout_s, f"the commit of step {step - 1}, and a view with build {self._build} of replica {self._replica}",
         )
         number = max(n for (n,) in self._world.agree((current.number,), f"the view of step {step}"))
         record = self._control.numbered(number, self._config.step_timeout_s)
-        if incarnation is not None and record.view.epoch.incarnation > incarnation:
-            raise Superseded(f"step {step} was called beside coordinator {incarnation}, which is gone; the next one calls it anew")
+        if called is not None and record.view.epoch.incarnation > called.incarnation:
+            raise Superseded(f"step {step} was called beside coordinator {called.incarnation}, which is gone; the next one calls it anew")
         if cause := self._control.halted(number):
             raise Halted(f"step {step} was given up: {cause}")
         member = record.view.member(self._replica)

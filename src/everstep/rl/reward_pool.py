@@ -69,7 +69,8 @@ class RewardPool:
         try:
             return self._thread.submit(self._score, tasks).result()
         except WorkerFailed:
-            self._thread.submit(self._drop_all).result()  # tasks of this call must not answer the next
+            with contextlib.suppress(RuntimeError):  # closed meanwhile: there is no next call
+                self._thread.submit(self._drop_all).result()  # tasks of this call must not answer the next
             raise
 
     def close(self) -> None:

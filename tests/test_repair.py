@@ -121,11 +121,11 @@ CASES = [
     Case("a-heal-in-a-held-step", (kill(4, "reduce", 1),), more=ALL_NEEDED, **TWO, **SLOW),
 ]
 #: What became of the step in which each death came, and who took the place (tests/support/paths.py). When a strike comes the others may be
-#: anywhere in a step; a vote is counted or not.
+#: anywhere in a step; a vote is counted or not. ?: of two at once the second may be seen only when its replica is formed again, which is no death in a step.
 SALVAGED, VOTING, STRUCK = "salvaged/spare", "(salvaged|stood)/spare", "[a-z]+/spare"
 WAYS = {
     "no-spare": ("salvaged/started",), "no-spare-rank0-of-tp2": ("salvaged/started",), "no-spare-rank1-of-pp2-in-vote": ("(salvaged|stood)/started",),
-    "no-spare-both-ranks-of-tp2": ("salvaged/started", "[a-z]+/started"), "no-spare-two-of-three-at-once": ("salvaged/started",) * 2,
+    "no-spare-both-ranks-of-tp2": ("salvaged/started", "?[a-z]+/started"), "no-spare-two-of-three-at-once": ("salvaged/started",) * 2,
     "no-spare-and-all-are-needed": ("salvaged/started",), "no-spare-frozen": ("salvaged/started",),
     "one-spare-for-two-and-the-other-is-started": ("salvaged/spare", "salvaged/started"), "rank0-of-replica0-of-pp2-in-apply": (SALVAGED,),
     "rank1-of-pp2-in-compute": (SALVAGED,), "rank0-of-tp2-after-the-commit": (SALVAGED,), "both-ranks-of-tp2-in-reduce": (SALVAGED, STRUCK),
@@ -163,7 +163,9 @@ def prove(case: Case, model: Path, folder: Path, launcher: str = "controller", s
     if launcher == "lighthouse":  # torchrun fills the places, of whole replicas
         assert len(taken) >= len(WAYS[case.name]), taken
     else:
-        assert len(taken) == len(WAYS[case.name]) and all(map(re.fullmatch, WAYS[case.name], taken)), taken
+        wanted = WAYS[case.name]
+        sure = [way for way in wanted if not way.startswith("?")]
+        assert len(sure) <= len(taken) <= len(wanted) and all(re.fullmatch(way.lstrip("?"), one) for way, one in zip(wanted, taken, strict=False)), taken
     assert gone(run.pids)
     return run
 

@@ -100,7 +100,9 @@ def test_an_engine_that_does_not_start_is_tried_again_and_engines_come_and_go_wh
     assert_invariants(done, 8)
     assert gone(done.pids) and done.final_hashes == undisturbed.final_hashes
     failed = done.kind("rollout_start_failed")
-    assert [e["engine"] for e in failed] == ["e1", "e1.1"] and [e["again_s"] for e in failed] == [1.0, 2.0]
+    assert [e["engine"] for e in failed][:2] == ["e1", "e1.1"] and [e["again_s"] for e in failed][:2] == [1.0, 2.0]
+    later = {e["engine"] for e in failed[2:]}  # starts that an order, or the end of the run, called off
+    assert not later & {e["engine"] for e in done.kind("rollout_start")}
     assert "could not start" in failed[0]["cause"] and not done.kind("rollout_death")
     assert len(told) == 3 and not told[0]["leaving"] and told[1]["engines"] == told[2]["engines"] == ["e0"], told
     left = [e["engine"] for e in done.kind("rollout_leave")]

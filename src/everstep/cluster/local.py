@@ -251,11 +251,6 @@ class LocalGroup(Verbs):
         return self._lead
 
     @property
-    def is_head(self) -> bool:
-        """Whether this process may come to be the lead."""
-        return self._head is not None
-
-    @property
     def committed_step(self) -> int:
         return self._step
 

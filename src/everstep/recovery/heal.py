@@ -313,15 +313,13 @@ def send(stream: HealStream, snapshot: Snapshot) -> Healed:
         stream.send(memoryview(MARK.pack(version, 0, 0)))
         return Healed(0, time.monotonic() - start)
     header = json.dumps({"scalars": snapshot.scalars, "tensors": snapshot.described}).encode()
-    stream.send(memoryview(MARK.pack(version, len(header), checksum_of(memoryview(header)))))
-    stream.send(memoryview(header))
+    send_checked(stream, memoryview(header), version)
     sent = [0] * len(stream.lanes)
 
     def work(number: int) -> None:
         lane = stream.lanes[number]
         for host in snapshot.pieces(number, len(stream.lanes)):
-            lane.send(memoryview(MARK.pack(version, len(host), checksum_of(host))))
-            lane.send(host)
+            send_checked(lane, host, version)
             sent[number] += len(host)
 
     stream.in_lanes(work)
@@ -377,6 +375,12 @@ def receive(stream: HealStream, tensors: Mapping[str, torch.Tensor], version: in
 
     stream.in_lanes(work)
     return Healed(sum(received), time.monotonic() - start)
+
+
+def send_checked(lane: Lane | HealStream, data: memoryview, version: int) -> None:
+    """What ``receive_mark`` and ``receive_checked`` take."""
+    lane.send(memoryview(MARK.pack(version, len(data), checksum_of(data))))
+    lane.send(data)
 
 
 def receive_mark(lane: Lane | HealStream, version: int) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from everstep.errors import DeadlineExceeded, EverstepError, LinkBroken
-from everstep.recovery.heal import MARK, HealStream, checksum_of, on_host, receive_checked, receive_mark
+from everstep.recovery.heal import HealStream, on_host, receive_checked, receive_mark, send_checked
 
 LOG = logging.getLogger(__name__)
 Kind = Literal["full", "base", "adapter"]
@@ -46,8 +46,7 @@ class _End:
     direct: bool
 
     def say(self, version: int, data: memoryview) -> None:
-        self.stream.send(memoryview(MARK.pack(version, len(data), checksum_of(data))))
-        self.stream.send(data)
+        send_checked(self.stream, data, version)
 
     def taken(self) -> bool:
         """Whether the engine has copied what it was shown; if not, it cannot, and gets this and all that follows as bytes."""

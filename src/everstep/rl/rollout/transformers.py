@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +10,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from everstep.cluster.batch import TrainingBatch
-from everstep.engine.fused import single_experts
 from everstep.errors import WorkerFailed
 from everstep.rl.rollout import Sampling, assemble, prompt_tokens
 from everstep.rl.rollout.decoding import Decoder, Pending
+from everstep.rl.rollout.engine import Served, checked, weights_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
-class TransformersRollout:
+class TransformersRollout(Served):
     """A transformers model that generates, with weights given from outside.
 
     It serves nothing before ``load_weights``, and stamps every sample with the version of the weights that made it.
@@ -34,7 +33,6 @@ class TransformersRollout:
         dtype: torch.dtype = torch.float32,
     ):
         self.tokenizer, self.device = tokenizer, torch.device(device)
-        self.version: int | None = None
         self._frozen: dict[str, Tensor] = {}  # with adapters: the weights of the adapted modules without them
         # The initial weights are overwritten; drawing them must not move the process's random state.
         cuda = [self.device] if self.device.type == "cuda" else []
@@ -56,21 +54,9 @@ class TransformersRollout:
         self.version = None
         self._frozen.clear()
         self.model.to(self.device)
-        config = self.model.config
-        getters = {name: functools.partial(_same, p) for name, p in self.model.named_parameters(remove_duplicate=False)}
-        saved = single_experts(getters, config.model_type, getattr(config, "num_local_experts", 0))
-        parameters = {name: get() for name, get in saved.items()}
-        missing = {p.data_ptr(): name for name, p in reversed(parameters.items())}  # tied names share their memory
-        for name, tensor in weights:
-            target = parameters.get(name)
-            if target is None:
-                raise WorkerFailed(f"rollout: the model has no weight called {name!r}")
-            if target.shape != tensor.shape:
-                raise WorkerFailed(f"rollout: weight {name} has shape {list(tensor.shape)}, expected {list(target.shape)}")
-            target.copy_(tensor)
-            missing.pop(target.data_ptr(), None)
-        if missing:
-            raise WorkerFailed(f"rollout: {len(missing)} weights did not come, among them {sorted(missing.values())[:3]}")
+        parameters = weights_of(self.model)
+        for name, tensor in checked(weights, {name: (p.shape, p.data_ptr()) for name, p in parameters.items()}):  # tied names share their memory
+            parameters[name].copy_(tensor)
         self.version = version
 
     @torch.no_grad()
@@ -117,14 +103,6 @@ class TransformersRollout:
             decoder.advance(sampling.max_response_tokens)
         return assemble(batch, {s.sample_id: s.made for s in sequences})
 
-    def _text(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-
-    def _serving(self) -> int:
-        if self.version is None:
-            raise WorkerFailed("rollout: asked to generate before it was given weights")
-        return self.version
-
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig) -> list[int]:
     """Tokens that end a completion. WorkerFailed if there is none."""
@@ -148,10 +126,6 @@ def adapters(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> It
         yield module, target, a, b
     if 2 * sum(name.endswith(".lora_A.weight") for name in tensors) != len(tensors):
         raise WorkerFailed("rollout: adapters came of which one half is missing")
-
-
-def _same(parameter: Tensor) -> Tensor:
-    return parameter
 
 
 def _ids(value: Any) -> set[int]:

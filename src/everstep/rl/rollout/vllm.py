@@ -11,11 +11,10 @@ in rare cases, and one that went on elsewhere is another sample than it would ha
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +23,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from everstep.config.rl_schema import RolloutConfig
-from everstep.engine.fused import single_experts
 from everstep.errors import WorkerFailed
 from everstep.rl.rollout import Pieces, Response, Sampling
 from everstep.rl.rollout.decoding import Pending
+from everstep.rl.rollout.engine import Served, checked, weights_of
 from everstep.rl.rollout.transformers import adapters, end_tokens
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ BUCKET_BYTES = 256 << 20
 _DRAIN_STEPS = 8
 
 
-class VllmRollout:
+class VllmRollout(Served):
     """See :class:`everstep.rl.rollout.engine.RolloutEngine`.
 
     ``longest``: tokens of a prompt and its completion; ``adapted``: names of the matrices that adapters will come for, whose frozen
@@ -50,8 +49,7 @@ class VllmRollout:
         self, config: RolloutConfig, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, longest: int,
         adapted: Collection[str], seed: int, folder: Path,
     ):
-        self.version: int | None = None
-        self._tokenizer, self._eos = tokenizer, end_tokens(tokenizer, hf_config)
+        self.tokenizer, self._eos = tokenizer, end_tokens(tokenizer, hf_config)
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config)
         self._expected = _expected_weights(model)
@@ -63,25 +61,17 @@ class VllmRollout:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int | None) -> None:
         self.version = None
         self._frozen.clear()
-        missing = {key: name for name, (_, key) in reversed(list(self._expected.items()))}
         self._wake("weights")
-        loaded = self._load(self._checked(weights, missing))
-        if missing:
-            raise WorkerFailed(f"rollout: {len(missing)} weights did not come, among them {sorted(missing.values())[:3]}")
+        loaded = self._load(self._kept(checked(weights, self._expected)))
         for lacking in self._llm.collective_rpc("not_among", args=(sorted(loaded),)):
             if lacking:
                 raise WorkerFailed(f"rollout: vLLM filled all but {len(lacking)} of its weights, among them {lacking[:3]}")
         self._wake("kv_cache")
         self.version = version
 
-    def _checked(self, weights: Iterable[tuple[str, Tensor]], missing: dict[int | str, str]) -> Iterable[tuple[str, Tensor]]:
+    def _kept(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same; those that adapters will come for stay in host memory."""
         for name, tensor in weights:
-            if name not in self._expected:
-                raise WorkerFailed(f"rollout: the model has no weight called {name!r}")
-            shape, key = self._expected[name]
-            if tensor.shape != shape:
-                raise WorkerFailed(f"rollout: weight {name} has shape {list(tensor.shape)}, expected {list(shape)}")
-            missing.pop(key, None)
             module = name.removesuffix(".weight")
             if module.rpartition(".")[2] in self._adapted:
                 self._frozen[module] = tensor.cpu()
@@ -125,14 +115,6 @@ class VllmRollout:
 
     def _load_bucket(self, bucket: list[tuple[str, Tensor]]) -> set[str]:
         return {name for worker in self._llm.collective_rpc("load_bucket", args=(bucket,)) for name in worker}
-
-    def _text(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
-
-    def _serving(self) -> int:
-        if self.version is None:
-            raise WorkerFailed("rollout: asked to generate before it was given weights")
-        return self.version
 
 
 class VllmSequences:
@@ -248,13 +230,7 @@ def _start(config: RolloutConfig, hf_config: PretrainedConfig, dtype: torch.dtyp
 def _expected_weights(model: PreTrainedModel) -> dict[str, tuple[torch.Size, int | str]]:
     """Name -> (shape, what is the same for names of one weight)."""
     known = dict(model.named_parameters(remove_duplicate=False))
-    getters = {name: functools.partial(_same, p) for name, p in known.items()}
-    saved = single_experts(getters, model.config.model_type, getattr(model.config, "num_local_experts", 0))
-    return {name: (get().shape, id(known[name]) if name in known else name) for name, get in saved.items()}
-
-
-def _same(parameter: Tensor) -> Tensor:
-    return parameter
+    return {name: (weight.shape, id(known[name]) if name in known else name) for name, weight in weights_of(model).items()}
 
 
 def _seed(seed: int, sample: str, made: int) -> int:

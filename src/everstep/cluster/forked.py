@@ -256,6 +256,11 @@ class ForkedHost:
             self._agents.append(process)
         process.join()
 
+    def end_agent(self, node: str) -> None:
+        with self._lock:
+            for agent in self._agents:
+                agent.kill()
+
     def share(self, batch: TrainingBatch) -> TrainingBatch:
         return batch
 

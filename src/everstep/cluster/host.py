@@ -99,6 +99,9 @@ class Host(Protocol):
     def run_agent(self, spec: AgentSpec, worker: str) -> None:
         """An agent on the machine that ``worker`` is on; returns, or raises EverstepError, when it has ended."""
 
+    def end_agent(self, node: str) -> None:
+        """Kill the agent of a machine (its host name), which answers no more. Nothing happens if there is none."""
+
     def share(self, batch: TrainingBatch) -> Any:
         """What stands for a batch in ``submit``, sent once however many workers get it."""
 

@@ -214,6 +214,9 @@ class RayHost:
         else:
             self._agents.run_there(spec, self.infos[worker].node_id, self._apart.namespace if self._apart else "")
 
+    def end_agent(self, node: str) -> None:
+        self._agents.end(node)
+
     def share(self, batch: TrainingBatch) -> Any:
         return ray.put(batch)
 

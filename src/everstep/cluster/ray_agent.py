@@ -56,6 +56,15 @@ class RayAgents:
         except RayError as error:
             raise WorkerFailed(f"the agent of {spec.node} ended: {error}") from error
 
+    def end(self, node: str) -> None:
+        """Kill one that is frozen."""
+        with self._lock:
+            if actor := self._there.get(node):
+                ray.kill(actor)
+            else:
+                for process in self._here:
+                    process.kill()
+
     def close(self) -> None:
         """They were told that the run is over; what does not end by itself is killed."""
         with self._lock:

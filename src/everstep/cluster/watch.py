@@ -38,7 +38,7 @@ class Watch:
         self._leave = leave
         self._run_dir = run_dir
         self._stragglers = Stragglers(config.watch.straggler_ratio, config.watch.straggler_for_s)
-        self.agents = Agents(config, run_dir, events, self._process_ended, quarantine, host.run_agent, self._coordinator)
+        self.agents = Agents(config, run_dir, events, self._process_ended, quarantine, host.run_agent, host.end_agent, self._coordinator)
         self._post_mortem = PostMortem(events, self._examine)
         self._diagnosis = Diagnosis(run_dir.path / "diagnosis", host.signal, self._order, self._look_into, self._stacks, self._diagnosed)
 

@@ -24,7 +24,7 @@ from everstep.node.page import Page
 
 TICK_S = 0.25
 ASK_S = 1.0
-_LOOK_S = 0.02
+_LOOK_S = 0.1
 
 
 class Answer(Protocol):

@@ -1,7 +1,7 @@
 """An agent at work: its event file, its rounds, and its connection to the coordinator.
 
 Messages are those of :mod:`everstep.recovery.wire`. The agent says hello with the run's token, ``{"agent": NODE}``; then it is told which ranks to
-watch, asked to examine one, and told when the run is over. It says ``event`` (what it found) and ``examined``.
+watch, asked to examine one, and told when the run is over. It says ``event`` (what it found), ``examined``, and ``alive`` after each round.
 
 A coordinator that is gone is looked for where another one would be (:mod:`everstep.recovery.rendezvous`), and where it was: a lighthouse comes
 back there. Until then the agent goes on as before, keeps what it found, and tells it in order once it is heard again.
@@ -86,6 +86,7 @@ class _Agent:
         heard = False
         while not self._over.is_set():
             self._watch.round()
+            self._beat()
             heard = heard or self._lost_since is None
             self._over.wait(self._spec.every_s)
             if self._is_alone(heard):
@@ -123,6 +124,13 @@ class _Agent:
         with self._lock:
             self._untold.append(message)
             self._flush()
+
+    def _beat(self) -> None:
+        """A frozen agent is known by its silence."""
+        with self._lock:
+            if self._socket is not None and not self._untold:
+                self._untold.append({"type": "alive"})
+                self._flush()
 
     def _flush(self) -> None:
         while self._socket is not None and self._untold:

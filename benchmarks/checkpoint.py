@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import shutil
 import statistics
 import tempfile
@@ -27,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.circumstances import circumstances
 from everstep.checkpoint import rng, sharded
 from everstep.checkpoint.index import Index
 from everstep.checkpoint.saving import RankOf, SavedRun, Saver
@@ -162,10 +161,9 @@ def main() -> None:
         dist.destroy_process_group()
     step_s = statistics.median(plain) / chosen.every
     result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if chosen.device == "cuda" else f"CPU, {os.cpu_count()} cores, {platform.machine()}",
-        "torch": torch.__version__, "hidden": chosen.hidden, "layers": chosen.layers, "dtype": chosen.dtype, "samples": chosen.samples, "tokens": chosen.tokens, "every": chosen.every, "saves": chosen.saves, "step_s": step_s,
+        "about": circumstances("checkpoint"), "device": chosen.device, "hidden": chosen.hidden, "layers": chosen.layers, "dtype": chosen.dtype, "samples": chosen.samples, "tokens": chosen.tokens, "every": chosen.every, "saves": chosen.saves, "step_s": step_s,
     }  # fmt: skip
-    title = f"{result['device']}; a step takes {step_s:.3f} s, a save every {chosen.every} steps"
+    title = f"{chosen.device} ({result['about']['machine']}); a step takes {step_s:.3f} s, a save every {chosen.every} steps"
     table = Table("", "blocked", "of a step", "steps longer by", "complete after", "written", "restored in", title=title)
     for name, rows in measured.items():
         middle = {key: statistics.median(row[key] for row in rows) for key in rows[0]}

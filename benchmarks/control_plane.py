@@ -20,7 +20,6 @@ import json
 import logging
 import multiprocessing as mp
 import os
-import platform
 import secrets
 import selectors
 import socket
@@ -34,6 +33,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.circumstances import circumstances
 from everstep.recovery import wire
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.coordinator import Coordinator
@@ -56,6 +56,7 @@ class Talkers:
         self._position = dict(workers)
         self._buffers: dict[str, bytearray] = {}
         self._last: dict[str, dict[str, Any]] = {}  # the newest record of each rank
+        self._bases: dict[str, dict[str, Any]] = {}  # the view of its newest record that others are told by
         for worker, _ in workers:
             sock = socket.create_connection(address, timeout=60)
             wire.tune(sock)
@@ -113,8 +114,13 @@ class Talkers:
                     message = json.loads(buffer[_HEADER.size : _HEADER.size + size])
                     del buffer[: _HEADER.size + size]
                     if message["type"] == "record":
-                        self._last[worker] = message["record"]
-                        if worker in waiting and wanted(message["record"]):
+                        record = message["record"]
+                        if record["base"] is not None:  # told by how it differs from the last view or commit
+                            record["view"] = self._bases[worker] | record["view"]
+                        if record["kind"] != Kind.BUILD:
+                            self._bases[worker] = record["view"]
+                        self._last[worker] = record
+                        if worker in waiting and wanted(record):
                             waiting.discard(worker)
                             if times is not None:
                                 times.append(time.monotonic())
@@ -128,12 +134,15 @@ def measure(ranks: int, per_replica: int, steps: int, kills: int, processes: int
     place = {name: (replica, rank) for replica, row in enumerate(names) for rank, name in enumerate(row)}
     committed, newest = threading.Condition(), [0]
     sizes: list[int] = []
+    before: list[Record | None] = [None]
 
     def on_record(record: Record) -> None:
         with committed:
             if record.kind is Kind.COMMIT:
                 newest[0] = record.step
-                sizes.append(len(json.dumps(record.to_json(), separators=(",", ":"))))
+                sizes.append(len(json.dumps(record.to_json(before[0]), separators=(",", ":"))))
+            if record.kind is not Kind.BUILD:
+                before[0] = record
             committed.notify_all()
 
     log = CommitLog(folder / "commits.log")
@@ -224,7 +233,7 @@ def main() -> None:
         print(f"{row['ranks']:5d}  {row['replicas']:8d}  {row['record_bytes'] / 1024:5.1f}K  {row['commit_all_s']['median'] * 1e3:8.1f} ms {row['commit_all_s']['greatest'] * 1e3:8.1f} ms"
               f"               {row['commit_first_s']['median'] * 1e3:8.1f} ms  {row['processor_s']['median'] * 1e3:6.1f} ms  {view * 1e3:8.1f} ms", flush=True)
     if given.out:
-        given.out.write_text(json.dumps({"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "python": platform.python_version(), "rows": rows}, indent=1))
+        given.out.write_text(json.dumps({"about": circumstances("control_plane"), "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing as mp
 import os
-import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from benchmarks.circumstances import circumstances
 from everstep.engine.offload import host_bytes
 from everstep.recovery import heal
 
@@ -152,7 +152,8 @@ def main() -> None:
         seconds.setdefault(way, []).append(spent)
     for end in ends:
         end.join(30)
-    print(f"{args.mib} MiB between two processes of {socket.gethostname()}, {os.cpu_count()} cores; torch {torch.__version__}")
+    about = circumstances("heal")
+    print(f"{args.mib} MiB between two processes; {about['machine']}; {about['versions']}")
     for way, spent in seconds.items():
         print(f"{way:<18} median {args.mib / 1024 / statistics.median(spent):5.2f} GiB/s   best {args.mib / 1024 / min(spent):5.2f} GiB/s")
 

@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.circumstances import circumstances
 from everstep.cluster.forked import ForkedHost
 from everstep.config.load import load_config
 from everstep.driver import run
@@ -92,8 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draw(curves, Path(args.picture))
     if args.out:
         report = {
-            "command": " ".join(["python -m benchmarks.learning", *(arguments if arguments is not None else sys.argv[1:])]),
-            "machine": machine(), "table": table, "curves": [asdict(c) for c in curves],
+            "about": circumstances("learning", arguments), "table": table, "curves": [asdict(c) for c in curves],
         }  # fmt: skip
         Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
     return 0 if all(row["learned"] and row["alike"] for row in table) else 1
@@ -180,11 +177,6 @@ def draw(curves: Sequence[Curve], out: Path) -> None:
         axes.legend(loc="lower right", fontsize="small")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
-
-
-def machine() -> dict[str, object]:
-    packages = {name: version(name) for name in ("torch", "megatron-core", "transformers")}
-    return {"cores": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version(), **packages}
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -24,8 +24,6 @@ import datetime
 import json
 import multiprocessing as mp
 import os
-import platform
-import shlex
 import shutil
 import subprocess
 import sys
@@ -33,10 +31,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.circumstances import circumstances
 from everstep.layout import Layout
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -384,17 +382,6 @@ def measure(rows: Sequence[Row], tolerance: float) -> list[Outcome]:
     return outcomes
 
 
-def circumstances(seconds: float) -> dict[str, str]:
-    names = ("torch", "megatron-core", "ray", "transformers")
-    versions = ", ".join(f"{name} {version(name)}" for name in names)
-    machine = f"{platform.machine()}, {os.cpu_count()} CPU cores, {platform.system()}"
-    return {
-        "command": shlex.join(["python", "-m", "benchmarks.parity", *sys.argv[1:]]),
-        "machine": machine, "versions": f"Python {platform.python_version()}, {versions}",
-        "date": datetime.date.today().isoformat(), "seconds": f"{seconds:.0f}", "load": f"{os.getloadavg()[1]:.0f}",
-    }  # fmt: skip
-
-
 def table(outcomes: Sequence[Outcome]) -> list[str]:
     lines = ["| run by | layout | ranks | trained | loss, step 5 | norm, step 5 | largest difference | |", "|---|---|--:|---|--:|--:|--:|---|"]
     for o in outcomes:
@@ -434,7 +421,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no row contains {chosen.only!r}; they are: {', '.join(row.full_name for row in all_rows())}")
     start = time.monotonic()
     outcomes = measure(rows, chosen.tolerance)
-    about = circumstances(time.monotonic() - start)
+    about = circumstances("parity", arguments) | {"seconds": f"{time.monotonic() - start:.0f}"}
     chosen.json.parent.mkdir(parents=True, exist_ok=True)
     chosen.json.write_text(json.dumps({"about": about, "tolerance": chosen.tolerance, "rows": [asdict(o) for o in outcomes]}, indent=1))
     shown = "\n".join(table(outcomes))

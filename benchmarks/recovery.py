@@ -22,7 +22,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import random
 import shutil
 import statistics
@@ -32,9 +31,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.circumstances import circumstances
 from benchmarks.rivals import measure
 from everstep.cluster.forked import ForkedHost
 from everstep.config.load import load_config
@@ -86,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     device = args.device or ("cuda" if _gpus() else "cpu")
     folder = Path(args.runs or tempfile.mkdtemp(prefix="everstep-bench-"))
-    report: dict[str, object] = {"command": " ".join(["python -m benchmarks.recovery", *(arguments or sys.argv[1:])]), "machine": machine()}
+    report: dict[str, object] = {"about": circumstances("recovery", arguments)}
     if args.against:
         return _against(args, device, folder)
     if args.overhead:
@@ -313,14 +312,6 @@ def _gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def machine() -> dict[str, object]:
-    import torch
-
-    cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    packages = {name: version(name) for name in ("torch", "megatron-core", "ray", "transformers")}
-    return {"cards": cards, "cores": os.cpu_count(), "python": platform.python_version(), **packages}
 
 
 if __name__ == "__main__":

@@ -27,8 +27,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
-import shlex
 import signal
 import socket
 import statistics
@@ -38,9 +36,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from benchmarks.circumstances import circumstances
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTENDERS = ("everstep", "everstep-engine", "everstep-vllm", "trl", "trl-vllm")
@@ -427,17 +426,6 @@ def table(shape: str, rows: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def machine(device: str) -> dict[str, str]:
-    import torch
-
-    versions = {}
-    for name in ("torch", "transformers", "megatron-core", "ray", "trl", "vllm"):
-        with contextlib.suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {os.cpu_count()} cores"
-    return {"machine": f"{where}, {platform.machine()}", "python": platform.python_version(), **versions}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=["smollm2-135m", "qwen3-0.6b"])
@@ -468,7 +456,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found: dict[str, Any] = {"command": shlex.join(["python", "-m", "benchmarks.rl", *(arguments or sys.argv[1:])]), **machine(device),
+    found: dict[str, Any] = {"about": circumstances("rl", arguments, ("trl", "vllm")),
                              "settings": {k: v for k, v in vars(options).items() if k not in ("out", "contender", "settings")}, "limits": link_limits(device)}
     problems = False
     for shape in options.shape:

@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.circumstances import circumstances
 from everstep.data.source import Record, load_records
 from everstep.rl.reward_functions import Reward, reasoning_gym_reward
 from everstep.telemetry.events import Event, of_kind, read_events
@@ -43,8 +44,6 @@ INSTRUCTION = "Answer with the number only."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from benchmarks.recovery import machine  # not above: processes of the reward pool import this module
-
     args = _parse(arguments)
     folder = Path(args.runs or tempfile.mkdtemp(prefix="everstep-smollm2-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"the run ended with exit code {code}; its logs are in {run}")
         return 1
     report = read(run) | {
-        "exit_code": code, "command": " ".join(["python -m benchmarks.smollm2", *(arguments if arguments is not None else sys.argv[1:])]), "machine": machine(),
+        "exit_code": code, "about": circumstances("smollm2", arguments),
     }
     print(f"held-out accuracy {report['before']:.3f} before, {report['after']:.3f} after {report['accuracy'][-1][0]} iterations in {report['seconds']:.0f} s; "
           f"{report['killed']} killed; not proved: {report['broken'] or 'nothing'}")

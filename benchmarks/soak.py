@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from benchmarks.circumstances import circumstances
 from everstep import driver
 from everstep.chaos import with_schedule
 from everstep.cluster.forked import ForkedHost
@@ -106,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{len(results)} runs, {sum(r.faults for r in results)} faults, {sum(r.deaths for r in results)} deaths, "
           f"{sum(r.compared for r in results)} runs with their bits compared, {violations} violations")
     if args.out:
-        report = {"command": f"python -m benchmarks.soak --faults {args.faults} --seed {args.seed}", "runs": [asdict(r) for r in results]}
+        report = {"about": circumstances("soak", arguments), "runs": [asdict(r) for r in results]}
         Path(args.out).write_text(json.dumps(report, indent=1))
     return 1 if violations else 0
 

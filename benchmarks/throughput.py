@@ -29,18 +29,16 @@ import datetime
 import json
 import multiprocessing as mp
 import os
-import platform
 import queue
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
+from benchmarks.circumstances import circumstances
 from everstep.config.schema import FusedKernel
 from everstep.layout import Layout
 
@@ -361,20 +359,6 @@ def line(row: Row) -> str:
     return f"| {row.layout} | {row.switch} | {row.tokens_per_s:,.0f} | {mfu} | {row.seconds:.3f} | {row.compute_s:.3f} | {peak} | {ratio} |"
 
 
-def circumstances(devices: int, cuda: bool) -> dict[str, str]:
-    import torch
-
-    names = ["torch", "megatron-core", "transformers", *(["triton"] if cuda else [])]
-    cards = f"{devices} x {torch.cuda.get_device_name()}" if cuda else "no GPU"
-    libraries = f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}" if cuda else ""
-    return {
-        "command": shlex.join(["python", "-m", "benchmarks.throughput", *sys.argv[1:]]),
-        "machine": f"{cards}, {platform.machine()}, {os.cpu_count()} CPU cores, {platform.system()}",
-        "versions": f"Python {platform.python_version()}, {', '.join(f'{n} {version(n)}' for n in names)}{libraries}",
-        "date": datetime.date.today().isoformat(),
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.throughput", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tiny model, short sequences, one round")
@@ -401,7 +385,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     todo = cases(chosen, devices, cuda)
     if not todo:
         parser.error(f"no layout of {chosen.layout or [name for name, _, _ in LAYOUTS]} fits {devices} devices")
-    about = circumstances(devices, cuda) | {
+    about = circumstances("throughput", arguments, ("triton",)) | {
         "model": chosen.shape.name, "tokens": str(chosen.tokens), "samples per data-parallel rank": str(chosen.samples),
         "micro-batch size": str(chosen.micro_batch_size), "rounds": str(chosen.rounds),
     }  # fmt: skip

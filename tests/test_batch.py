@@ -156,7 +156,7 @@ def test_nan_is_equal_to_itself_bitwise() -> None:
 def test_operations_never_change_the_original() -> None:
     batch = make([1, 3])
     before = batch.clone()
-    batch.with_tensors(extra=torch.zeros(2)).with_columns(note=["a", "b"]).pad_to(9).with_weight_version(5)
+    batch.with_tensors(extra=torch.zeros(2)).with_columns(note=["a", "b"]).pad_to(9)
     batch.clone()["input_ids"].zero_()
     assert batch.equal(before)
 

@@ -462,3 +462,10 @@ def test_planning_imports_nothing_heavy() -> None:
         cwd=example.parent.parent, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_path_may_begin_at_home_where_a_shell_does_not_expand_it(monkeypatch) -> None:
+    monkeypatch.setenv("HOME", "/home/of/me")
+    config = from_tree({**RL, "run_dir": "~/runs/a", "checkpoint": {"path": "~/kept"}, "recovery": {"preemption_file": "~/leave"}})
+    assert (config.run_dir, config.checkpoint.path, config.recovery.preemption_file) == ("/home/of/me/runs/a", "/home/of/me/kept", "/home/of/me/leave")
+    assert from_tree({**RL, "checkpoint": {"path": "s3://bucket/~/kept"}}).checkpoint.path == "s3://bucket/~/kept"

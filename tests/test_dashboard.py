@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -25,6 +27,7 @@ from everstep.cluster.forked import ForkedHost
 from everstep.errors import BadInput
 from everstep.run_dir import OWN_ENTRIES
 from everstep.telemetry import status as status_module
+from everstep.telemetry import window
 from everstep.telemetry.dashboard import prometheus
 from everstep.telemetry.dashboard.server import Dashboard, page
 from everstep.telemetry.dashboard.story import POINTS, Reader, as_page, lanes, tell, thin
@@ -43,6 +46,7 @@ class Watched:
     run: Finished
     seen: list[RunStatus] = field(default_factory=list)
     answers: list[tuple[dict, str]] = field(default_factory=list)  # story and /metrics of its own dashboard
+    afar: list[dict] = field(default_factory=list)  # story and, last, status of a dashboard that has only the run's address
 
 
 def get(address: str) -> tuple[int, str]:
@@ -53,12 +57,15 @@ def get(address: str) -> tuple[int, str]:
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory) -> Watched:
     folder = tmp_path_factory.mktemp("watched") / "run"
-    over, seen, answers = threading.Event(), [], []
+    over, seen, answers, afar, far = threading.Event(), [], [], [], Elsewhere(tmp_path_factory.mktemp("elsewhere"))
 
     def watch() -> None:
         while not over.wait(0.1):
             if not (folder / "logs").is_dir() or not list((folder / "events").glob("w*.jsonl")):
                 continue
+            far.begin(folder / "watch.json")
+            if far.address and len(afar) < 3:
+                afar.append(json.loads(get(far.address + "/story")[1]))
             seen.append(everstep.status(folder))
             if seen[-1].dashboard and seen[-1].live and len(answers) < 5:
                 answers.append((json.loads(get(seen[-1].dashboard + "/story")[1]), get(seen[-1].dashboard + "/metrics")[1]))
@@ -74,7 +81,33 @@ def watched(tmp_path_factory) -> Watched:
     finally:
         over.set()
         watcher.join(30)
-    return Watched(run, seen, answers)
+        afar.append(far.end())
+    return Watched(run, seen, answers, afar)
+
+
+class Elsewhere:
+    """`everstep dashboard HOST:PORT` in another folder, as one runs it whose machine does not see the run's."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.address, self._process = folder, "", None
+
+    def begin(self, file: Path) -> None:
+        if self._process is None and file.is_file():
+            said = json.loads(file.read_text())
+            env = {**os.environ, window.ENV: said["token"], "TMPDIR": str(self.folder)}
+            self._process = subprocess.Popen([sys.executable, "-m", "everstep", "dashboard", f"{said['host']}:{said['port']}"], cwd=self.folder, env=env,
+                                             stdout=subprocess.PIPE, text=True)
+            self.address = self._process.stdout.readline().strip()
+
+    def end(self) -> dict:
+        """Its last word on the run, which has ended; then it is ended, too."""
+        if self._process is None:
+            return {}
+        try:
+            return json.loads(get(self.address + "/status")[1])
+        finally:
+            self._process.send_signal(signal.SIGINT)
+            self._process.communicate(timeout=30)
 
 
 # -- the state ---------------------------------------------------------------------------------------------------------------------
@@ -102,6 +135,53 @@ def test_state_after_the_end(watched: Watched, capsys) -> None:
     assert "done: sft" in capsys.readouterr().out
     assert cli.run(["status", str(watched.run.folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["committed_step"] == STEPS
+
+
+def test_a_run_is_watched_by_its_address_alone(watched: Watched) -> None:
+    *stories, last = watched.afar
+    assert stories and all(story["status"]["state"] in ("starting", "running") for story in stories)
+    assert stories[0]["status"]["folder"].startswith(f"{watched.run.folder} at 127.0.0.1:"), "and it says whose it is"
+    here = everstep.status(watched.run.folder).as_json()
+    assert last["state"] == "done" and last["ranks"] == here["ranks"] and last["committed_step"] == STEPS, "what was told last arrives, too"
+
+
+def test_what_a_window_serves(tmp_path: Path, capsys) -> None:
+    """Whole files of the run, none but those that are named, to nobody but who shows the token; also through a dashboard."""
+    log = lone_log(tmp_path / "run")
+    for step in range(1, 400):
+        log.emit("begin", step=step, epoch=(1, 0), members=[0, 1], samples=[f"é{step}/{i}" for i in range(300)])
+    (tmp_path / "run" / "configs").mkdir()
+    (tmp_path / "run" / "configs" / "resolved.yaml").write_text("secret: 1")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "t_wall": 1.0, "train/loss": 2.0}\n')
+    assert log.path.stat().st_size > window.CHUNK_BYTES, "more than one piece"
+    served, dashboard = window.Window(tmp_path / "run", "127.0.0.1"), Dashboard(tmp_path / "run")
+    try:
+        assert (tmp_path / "run" / "watch.json").stat().st_mode & 0o777 == 0o600
+        for address in (served.address, dashboard.address):
+            with contextlib.closing(window.Mirror(address, {})) as mirror:
+                assert sorted(str(p.relative_to(mirror.path)) for p in mirror.path.rglob("*") if p.is_file()) == ["events/lead.jsonl", "metrics.jsonl"]
+                assert (mirror.path / "events" / "lead.jsonl").read_bytes() == log.path.read_bytes()
+                log.emit("spare_ready", spares=1)
+                mirror.sync()
+                assert (mirror.path / "events" / "lead.jsonl").read_bytes() == log.path.read_bytes() and mirror.trouble == ""
+            assert not mirror.path.exists()
+            assert everstep.status(address).committed_step == everstep.status(tmp_path / "run").committed_step
+        token, where = served.address.split("@")
+        for asked in ("configs/resolved.yaml", "events/../configs/resolved.yaml", "/etc/passwd", "watch.json", "events/x.jsonl/../../watch.json"):
+            with pytest.raises(BadInput, match="not served"):
+                window.ask_at(*where.split(":"), token, "read", name=asked, at=0)
+            with pytest.raises(urllib.error.HTTPError):
+                get(f"{dashboard.address}/read?name={asked}&at=0")
+        with pytest.raises(BadInput, match="takes no order"):
+            window.ask_at(*where.split(":"), token, "drain", target="0/0")
+        for wrong, says in ((f"{'0' * 32}@{where}", "token"), (where, window.ENV), ("127.0.0.1:9", window.ENV), (f"{token}@127.0.0.1:9", "nobody"),
+                            (dashboard.address + "/x", "no dashboard")):
+            assert cli.run(["status", wrong]) == 2
+            assert says in capsys.readouterr().err, wrong
+    finally:
+        served.close()
+        dashboard.close()
+    assert not (tmp_path / "run" / "watch.json").exists()
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys) -> None:

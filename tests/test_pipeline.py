@@ -232,7 +232,7 @@ def record(conf, iteration: int = 3, first_step: int = 20, updates: int = 8) -> 
         **{name: torch.rand(count, width, generator=generator) for name in ("advantages", "old_logprobs", "values", "returns", "rollout_logprobs")},
     }
     columns = {"completion": [f"é{i}" for i in range(count)], "record": [{"answer": object()}] * count, "prompt": [[{"role": "user", "content": "x"}]] * count}
-    samples = TrainingBatch(tensors, columns, [f"0/{i}#0" for i in range(count)]).with_weight_version(first_step)
+    samples = TrainingBatch(tensors, columns, [f"0/{i}#0" for i in range(count)], [first_step] * count)
     return IterationRecord(iteration, first_step, updates, 4, settings_digest(conf), samples, {"critic/score/mean": 0.5})
 
 

@@ -17,7 +17,7 @@ clusters = st.lists(st.integers(0, 9), min_size=1, max_size=8).map(lambda c: {f"
 
 
 def spans(placement: Placement, replicas: int) -> list[int]:
-    return [len(placement.nodes_of(replica)) for replica in range(replicas)]
+    return [len(set(nodes)) for nodes in placement.replica_nodes[:replicas]]
 
 
 def shared(placement: Placement) -> list[str]:
@@ -56,7 +56,7 @@ def test_replicas_that_fit_whole_are_whole_and_share_only_when_nodes_run_out(
     placement = place(size, replicas, 0, nodes)
     assert spans(placement, replicas) == [1] * replicas
     hosts = sum(1 for count in whole.values() if count)
-    assert len({placement.nodes_of(r)[0] for r in range(replicas)}) == min(hosts, replicas)
+    assert len({nodes[0] for nodes in placement.replica_nodes}) == min(hosts, replicas)
 
 
 @given(st.integers(1, 8), st.integers(1, 10), st.integers(1, 24), st.integers(1, 4))

@@ -28,7 +28,6 @@ ROOT = Path(__file__).parent.parent
 UNPICKLES = {
     "cluster/exchange.py": "with a keyed digest, checked before",
     "cluster/forked.py": "pipes and sockets of one machine, which multiprocessing authenticates",
-    "rl/rollout/sync.py": "handles of device memory, from ranks that know the run's store, over a connection that showed its secret",
     "cluster/local.py": "what the lighthouse hands on, over connections that showed the secret",
 }
 

@@ -20,7 +20,6 @@ import importlib.util
 import itertools
 import json
 import os
-import platform
 import random
 import socket
 import statistics
@@ -35,6 +34,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.circumstances import circumstances
 from benchmarks.rivals import Cost, Log, cost_of, end, kill
 from everstep.telemetry.events import of_kind, read_events
 from everstep.telemetry.recoveries import recoveries
@@ -194,7 +194,7 @@ _NEEDS = {"torchft": "torchft", "nvrx": "nvidia_resiliency_ext", "ray-train": "p
 def compare(setting: Setting, rivals: Sequence[str], kills: int, batch: int, append: Path | None) -> list[dict[str, Any]]:
     """``kills`` of each, in batches of ``batch``: ours, a rival, ours, the next ... Rows as they are appended."""
     rows: list[dict[str, Any]] = []
-    machine = {"machine": platform.node(), "cores": os.cpu_count(), "device": setting.device}
+    about = {"about": circumstances("recovery", None, ("torchft", "nvidia-resiliency-ext")), "device": setting.device}
     asked = [name for name in rivals if _there(name)]
     for done in range(0, kills, batch):
         for name in asked:
@@ -204,7 +204,7 @@ def compare(setting: Setting, rivals: Sequence[str], kills: int, batch: int, app
                 except (TimeoutError, RuntimeError) as error:
                     print(f"{system}: {error}", flush=True)
                     continue
-                new = [asdict(cost) | machine | {"t": time.time()} for cost in costs]
+                new = [asdict(cost) | about | {"t": time.time()} for cost in costs]
                 rows += new
                 if append:
                     with open(append, "a") as file:

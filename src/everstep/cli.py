@@ -280,7 +280,7 @@ def report(
 
 @app.command()
 def status(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, or where one listens: [TOKEN@]HOST:PORT.")],
     as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -344,13 +344,17 @@ def logs(
 
 @app.command()
 def dashboard(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, or where one listens: [TOKEN@]HOST:PORT.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: a free one.")] = 0,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
     debug: Debug = False,
 ) -> None:
-    """A page of a run, live or past; /metrics for Prometheus."""
+    """A page of a run, live or past; /metrics for Prometheus.
+
+    From elsewhere: a run prints its address, with a token, when it starts. The
+    token may be in EVERSTEP_WATCH_TOKEN, and RUN the http address of a dashboard.
+    """
     if with_parent:  # of a run, which it must not outlive
         import signal
 

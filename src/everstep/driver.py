@@ -80,7 +80,7 @@ def launch(config: Config | str | os.PathLike[str], overrides: Sequence[str] = (
         raise
     group.closing.callback(watching.close)
     if group.is_lead and config.replica.id is None:  # else the lighthouse does
-        watching.follow(run_dir, group.status)
+        watching.follow(run_dir, group.status, group.address)
     if chosen.path:
         try:
             group.load(chosen.path)
@@ -159,7 +159,9 @@ def _run(
         if config.checkpoint.on_interrupt:
             interrupts.defer = group.interrupt
         if group.is_lead and config.replica.id is None:  # else the lighthouse does
-            watching.follow(run_dir, group.status)
+            window = watching.follow(run_dir, group.status, group.address)
+            if console:
+                console.note(f"from elsewhere: everstep dashboard {window}")
         track: Callable[[int], Metrics] = lambda step: Metrics(
             run_dir.path, open_trackers(config, run_dir.path, step, _tracker_failed(console, own_events))
         )

@@ -27,6 +27,7 @@ OWN_ENTRIES = (
     "commits.log",
     "controller.json",
     "control.json",
+    "watch.json",
     "logs",
     "events",
     "tensorboard",

@@ -193,12 +193,6 @@ def restore(folder: Path, rank: int, stamp: Stamp, state: State) -> Path:
     raise BadInput(f"{folder}: no whole copy of step {stamp.version} of rank {rank}")
 
 
-def version_of(path: Path) -> int | None:
-    """None if it is no whole copy."""
-    stamp = _stamp(path)
-    return stamp.version if stamp and _read(path) is not None else None
-
-
 def described(path: Path) -> dict[str, Any]:
     """What a whole copy says of itself: scalars, tensors, and what its keeper was told to say of the run."""
     read = _read(path)

@@ -255,10 +255,6 @@ class TrainingBatch:
         """Add or replace columns."""
         return self._with(columns={**self.columns, **columns})
 
-    def with_weight_version(self, version: int) -> TrainingBatch:
-        """Mark every sample as made by the weights of committed step ``version``."""
-        return self._with(weight_versions=[version] * len(self))
-
     def only(self, *names: str) -> TrainingBatch:
         """Keep just these tensors and columns (ids and versions stay), so that nothing travels unneeded."""
         missing = [name for name in names if name not in self.tensors and name not in self.columns]

@@ -79,6 +79,7 @@ class Controller(InOnePlace, Verbs):
     ):
         self.config, self._run_dir, self._events, self._host = config, run_dir, events, host
         self.layout = derive.layout(config)
+        self.address = host.address
         self._on_record = on_record or (lambda record: None)
         self._reference = False
         self._watch = Watch(config, run_dir, events, host, lambda: self._server, self._place_of, lambda: len(self._crew.idle_spares()),

@@ -29,13 +29,15 @@ Handler = Callable[..., Any]
 
 class Endpoint:
     """``handlers``: by the order's name; called with the order's arguments on a thread of its own, must return JSON, and may raise an
-    EverstepError, which the asker gets. ``host``: the address to listen on."""
+    EverstepError, which the asker gets. ``host``: the address to listen on. ``name``: of the file in ``folder``. ``url``: TOKEN@HOST:PORT."""
 
-    def __init__(self, folder: Path, host: str, handlers: Mapping[str, Handler]):
-        self._handlers, self._token, self._path = dict(handlers), secrets.token_hex(16), folder / FILE
-        self._socket = socket.create_server((host, 0))
-        temporary = folder / f".{FILE}.{os.getpid()}"
+    def __init__(self, folder: Path, host: str, handlers: Mapping[str, Handler], name: str = FILE):
+        self._handlers, self._token, self._path = dict(handlers), secrets.token_hex(16), folder / name
+        self._socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        temporary = folder / f".{name}.{os.getpid()}"
         said = {"host": host, "port": self._socket.getsockname()[1], "token": self._token, "pid": os.getpid()}
+        reached = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+        self.url = f"{self._token}@{reached}:{said['port']}"
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(said, file)
         os.replace(temporary, self._path)
@@ -82,13 +84,21 @@ def ask(folder: Path, order: str, **arguments: Any) -> Any:
     path = folder / FILE
     try:
         said = json.loads(path.read_text())
-        with socket.create_connection((said["host"], said["port"]), timeout=TIMEOUT_S) as connection:
-            wire.send(connection, {"token": said["token"], "order": order, "arguments": arguments})
-            answer = wire.receive(connection)
+        return ask_at(said["host"], said["port"], said["token"], order, **arguments)
     except FileNotFoundError:
         raise BadInput(f"{folder}: no run is under way there that takes orders (no {FILE}; launcher=local takes none)") from None
-    except (OSError, wire.Closed, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise BadInput(f"{path}: nobody answers there ({error}); has the run ended?") from error
+
+
+def ask_at(host: str, port: int, token: str, order: str, **arguments: Any) -> Any:
+    """Give an order to whoever listens there; its result. BadInput if it refuses, OSError if nobody answers (or not to this token)."""
+    try:
+        with socket.create_connection((host, port), timeout=TIMEOUT_S) as connection:
+            wire.send(connection, {"token": token, "order": order, "arguments": arguments})
+            answer = wire.receive(connection)
+    except (wire.Closed, ValueError) as error:
+        raise ConnectionError(str(error)) from error
     if "error" in answer:
         raise BadInput(str(answer["error"]))
     return answer["result"]

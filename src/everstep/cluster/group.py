@@ -52,6 +52,7 @@ class Group(Protocol):
     dispatch_bytes: int           # sent to the workers for calls and steps so far
     dispatch_seconds: float       # spent in sending it
     closing: contextlib.ExitStack  # what else ends with the group, after it
+    address: str                  # of this machine, as those reach it who look at the run
 
     @property
     def is_lead(self) -> bool:

@@ -182,7 +182,7 @@ class LocalGroup(Verbs):
         self._caught_up = not entry.join  # whether the recipe is where the other replicas are, and not on its way there
         self._lead = False
         self._presence: Presence | None = None
-        self.closing = contextlib.ExitStack()
+        self.closing, self.address = contextlib.ExitStack(), "127.0.0.1"
         replica, workers = entry.member.replica, entry.member.workers
         # The coordinator of one replica alone lives and dies with its rank 0.
         fence_s = None if self._head and not self._several else config.recovery.fence_s

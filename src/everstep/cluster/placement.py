@@ -40,10 +40,6 @@ class Placement:
         replicas = 1 + max((replica for replica, _ in self.ranks), default=-1)
         return [[node for (r, _), node in sorted(self.ranks.items()) if r == replica] for replica in range(replicas)]
 
-    def nodes_of(self, replica: int) -> list[str]:
-        """The nodes that a replica lies on, in the order of its ranks."""
-        return list(dict.fromkeys(node for (r, _), node in self.ranks.items() if r == replica))
-
     def replicas_on(self, node: str) -> list[int]:
         return sorted({replica for (replica, _), where in self.ranks.items() if where == node})
 

@@ -46,6 +46,7 @@ from everstep.run_dir import RunDir
 from everstep.telemetry.diagnosis import Diagnosis
 from everstep.telemetry.events import EventLog, read_events
 from everstep.telemetry.status import Pulse
+from everstep.telemetry.window import Window
 
 TICK_S = 0.1
 LAST_WORDS_S = 2.0  # for ranks that are told the end, to hear it and go
@@ -132,6 +133,9 @@ class ServedRun:
                               replicas=everybody, spares=0)
         # Of one replica alone its rank 0 does this.
         self._pulse = Pulse(run_dir.path, run_dir.attempt, self.status) if store_port is not None else None
+        self._window = Window(run_dir.path, address[0]) if store_port is not None else None
+        if self._window:
+            say(f"from elsewhere: everstep dashboard {self._window.address}")
         self._thread = threading.Thread(target=self._watch, name="lighthouse-watch", daemon=True)
         self._thread.start()
 
@@ -295,6 +299,8 @@ class ServedRun:
         self._post_mortem.close()
         self.agents.close()
         self._events.emit("run_end", status=status)
+        if self._window:
+            self._window.close()
         self._log.end()
         self.server.await_departures(LAST_WORDS_S)
         self._say(f"the run in {self.run_dir.path} is {status}" + (f": {self.failure}" if self.failure else ""))

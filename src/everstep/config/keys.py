@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -114,8 +114,9 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 
 def options(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union; a plain type alone."""
-    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    """The members of a union; a plain type alone. A validated kind of text is text."""
+    members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    return tuple(get_args(member)[0] if get_origin(member) is Annotated else member for member in members)
 
 
 def takes_text(annotation: Any) -> bool:

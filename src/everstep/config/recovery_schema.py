@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from everstep.config.section import Section
+from everstep.config.section import Section, Where
 
 
 class RecoveryConfig(Section):
@@ -85,7 +85,7 @@ class RecoveryConfig(Section):
         "`module:function(lr, dealt, replicas)` returns. Counted are the replicas to which the commit of the step before dealt the step. "
         "Recipe sft.",
     )
-    preemption_file: str | None = Field(
+    preemption_file: Where | None = Field(
         None,
         description="When this file appears on a machine, its ranks are replaced between two steps and no process is started there any more "
         "(launcher ray; looked for every second). SIGTERM does the same to a single process.",

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from everstep.config.local_schema import LighthouseConfig, LocalConfig, ReplicaConfig
 from everstep.config.recovery_schema import RecoveryConfig
 from everstep.config.rl_schema import DpoConfig, RewardConfig, RlConfig, RolloutConfig, WarmupConfig
-from everstep.config.section import Section
+from everstep.config.section import Section, Where
 from everstep.config.watch_schema import AlertConfig, LogConfig, WatchConfig
 
 
@@ -326,7 +326,7 @@ class CheckpointConfig(Section):
         description="SIGINT (Ctrl-C) and SIGTERM to `everstep train` end the run after the step in progress, with a checkpoint of it (exit "
         "code 130); a second signal ends it at once. false: at once, without a checkpoint (launcher ray).",
     )
-    path: str | None = Field(
+    path: Where | None = Field(
         None,
         description="Where checkpoints go, as an address that fsspec knows: a folder, `s3://BUCKET/FOLDER` (extra `s3`) or "
         "`gs://BUCKET/FOLDER` (extra `gcs`); each run needs one of its own. Credentials and endpoints come from where those libraries look "
@@ -495,7 +495,7 @@ class Config(Section):
         description="What to do: supervised fine-tuning, GRPO and its relatives (no critic), PPO with a critic, or direct preference "
         "optimisation.",
     )
-    run_dir: str = Field(
+    run_dir: Where = Field(
         "runs/default",
         description="Folder of this run: configs, checkpoints, logs, events, tensorboard, report.",
     )

@@ -303,7 +303,7 @@ class Control:
                     continue
                 if message["type"] == "over":
                     self._refuse(message)
-                record = Record.from_json(message["record"])
+                record = Record.from_json(message["record"], self._records[-1] if self._records else None)
                 LOG.debug("record %d: %s of step %s, epoch %s, %s", record.number, record.kind, record.step, record.view.epoch, record.cause or "no cause")
                 if record.kind is Kind.BUILD:
                     self._last_build = record.number

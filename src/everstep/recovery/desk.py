@@ -85,7 +85,7 @@ class Desk:
         self.coordinator, self._log, self._events, self._listener, self._judge = coordinator, log, events, listener, judge
         self._changed = threading.Condition(threading.RLock())
         self._sessions: dict[str, Session] = {}
-        self._latest: dict[str, Any] | None = None  # the last view or commit, for a rank that connects later
+        self._latest: Record | None = None  # the last view or commit: what every rank that is connected has, and who connects later is told
         self._healing: frozenset[int] = frozenset()
         self._noted = 0  # the last step whose commit event is written already
         self.progress: dict[str, Progress] = {}
@@ -265,10 +265,10 @@ class Desk:
                     for finding in self.coordinator.take_findings():
                         self._events.emit("non_finite", step=finding.step, epoch=finding.epoch, **finding.fields())
                 for record in records:
-                    message = wire.Shared(type="record", record=record.to_json())
+                    message = wire.Shared(type="record", record=record.to_json(self._latest))
                     if record.kind is not Kind.BUILD:
                         self._log.write(record)
-                        self._latest = message
+                        self._latest = record
                     self._note(record)
                     for session in self._sessions.values():
                         session.put(message)
@@ -339,7 +339,7 @@ class Desk:
             if self._closed or worker in self.dead or worker in self._sessions:
                 return False
             if self._latest:
-                session.put(self._latest)
+                session.put({"type": "record", "record": self._latest.to_json()})
             self._sessions[worker] = session
             self.progress[worker] = Progress(now := time.monotonic(), now, pid=pid, host=host)
             self._changed.notify_all()

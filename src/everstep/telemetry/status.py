@@ -104,13 +104,22 @@ class RunStatus:
 
 
 def status(run_dir: str | os.PathLike[str]) -> RunStatus:
-    """The state of the run in this folder. Raises BadInput if it is none, EventLogError if its log was damaged."""
+    """The state of the run in this folder, or at the address of a live run or of a dashboard (:mod:`everstep.telemetry.window`). Raises
+    BadInput if it is none, EventLogError if its log was damaged."""
+    from everstep.telemetry import window
+
+    if window.is_address(where := os.fspath(run_dir)):
+        with contextlib.closing(window.Mirror(where, dict(os.environ))) as mirror:
+            return fold(mirror.shown, read_events(mirror.path / "events"), read_pulse(mirror.path), mirror.now(), here=False)
     folder = open_run_dir(Path(run_dir))
     return fold(str(folder.path), read_events(folder.events), read_pulse(folder.path))
 
 
-def fold(folder: str, events: Sequence[Event], pulse: dict[str, Any] | None = None, now: float | None = None) -> RunStatus:
-    """``events``: of all attempts, merged by wall time. ``pulse``: what the lead wrote last, if anything. ``now``: seconds since 1970."""
+def fold(
+    folder: str, events: Sequence[Event], pulse: dict[str, Any] | None = None, now: float | None = None, here: bool = True
+) -> RunStatus:
+    """``events``: of all attempts, merged by wall time. ``pulse``: what the lead wrote last, if anything. ``now``: seconds since 1970.
+    ``here``: the events are those of a folder of this machine, so that a lead of the same host name is a process of this one."""
     now = time.time() if now is None else now
     first = max((i for i, e in enumerate(events) if e.event == "run_start"), default=None)
     result = RunStatus(folder)
@@ -195,11 +204,11 @@ def fold(folder: str, events: Sequence[Event], pulse: dict[str, Any] | None = No
     result.engines = [worker for worker in warm if worker.startswith("e")]
     result.unavailable = [out[replica] for replica in sorted(out)]
     result.nodes = nodes.now
-    _overlay(result, pulse, lead, now)
+    _overlay(result, pulse, lead, now, here and lead.host == socket.gethostname())
     return result
 
 
-def _overlay(result: RunStatus, pulse: dict[str, Any] | None, lead: Event, now: float) -> None:
+def _overlay(result: RunStatus, pulse: dict[str, Any] | None, lead: Event, now: float, here: bool) -> None:
     """What the lead said last, if that was of this attempt; and whether it still lives."""
     if not result.live:
         for rank in result.ranks:
@@ -210,7 +219,6 @@ def _overlay(result: RunStatus, pulse: dict[str, Any] | None, lead: Event, now: 
     if ours and pulse is not None:
         result.updated = max(result.updated, pulse["t_wall"])
         result.dashboard = pulse.get("dashboard", "")
-    here = lead.host == socket.gethostname()
     silent_s = now - result.updated
     if (here and not pid_runs(lead.pid)) or (not here and ours and silent_s > 60 * PULSE_S):
         result.state, result.ended = "gone", result.updated

@@ -12,6 +12,7 @@ from everstep.telemetry import logs
 from everstep.telemetry.alerts import Alerts
 from everstep.telemetry.dashboard.server import Beside
 from everstep.telemetry.status import Pulse
+from everstep.telemetry.window import Window
 
 
 class Watching:
@@ -35,9 +36,12 @@ class Watching:
             self._stack.callback(beside.close)
             self.dashboard = beside.address
 
-    def follow(self, run_dir: RunDir, ask: Callable[[], dict[str, Any]]) -> None:
-        """``ask``: the group's state, as ``Group.status`` says it."""
+    def follow(self, run_dir: RunDir, ask: Callable[[], dict[str, Any]], host: str) -> str:
+        """``ask``: the group's state, as ``Group.status`` says it. ``host``: the address at which others may look; returns the whole of it."""
+        window = Window(run_dir.path, host)
+        self._stack.callback(window.close)
         self._stack.callback(Pulse(run_dir.path, run_dir.attempt, ask, self.dashboard).close)
+        return window.address
 
     def close(self) -> None:
         """What was told last is delivered, within its deadline."""

@@ -16,10 +16,10 @@ With LoRA an engine gets the frozen weights once (``kind="base"``), and from the
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import logging
-import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +35,9 @@ from everstep.recovery.heal import HealStream, on_host, receive_checked, receive
 LOG = logging.getLogger(__name__)
 Kind = Literal["full", "base", "adapter"]
 _TAKEN, _CANNOT = bytearray(b"\1"), bytearray(b"\0")
-_DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the device's number in the process that reads
+_ARGUMENTS = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+_OF_BYTES = frozenset({"storage_handle", "ref_counter_handle", "event_handle"})  # what CUDA calls its memory, counter and event by
+_OF_NUMBERS = frozenset({"tensor_size", "tensor_stride", "tensor_offset", "storage_size_bytes", "storage_offset_bytes", "ref_counter_offset", "event_sync_required"})
 
 
 @dataclass
@@ -136,16 +138,26 @@ def _greet(end: _End, version: int) -> None:
 
 def _handle(whole: Tensor) -> dict[str, Any]:
     """What another process of this machine needs to read a tensor in our device's memory, and to see that it got it right."""
-    _, arguments = reductions.reduce_tensor(whole)
-    return {"handle": pickle.dumps(arguments).hex(), "sums": _sums(whole)}
+    _, arguments = reductions.reduce_tensor(whole.detach())
+    return {"handle": plain(arguments), "sums": _sums(whole)}
+
+
+def plain(arguments: Sequence[Any]) -> dict[str, Any]:
+    """torch's ``arguments`` for ``rebuild_cuda_tensor`` as what JSON can say: those that differ from tensor to tensor."""
+    named = dict(zip(_ARGUMENTS, arguments, strict=True))
+    return {name: named[name].hex() for name in _OF_BYTES} | {name: list(v) if isinstance(v := named[name], tuple) else v for name in _OF_NUMBERS}
+
+
+def rebuilding(said: Mapping[str, Any], dtype: torch.dtype, device: int) -> dict[str, Any]:
+    """What :func:`plain` said as arguments again, in a process that knows the device by another number."""
+    fixed = {"tensor_cls": Tensor, "storage_cls": torch.storage.TypedStorage, "dtype": dtype, "storage_device": device, "requires_grad": False}
+    return fixed | {name: bytes.fromhex(said[name]) for name in _OF_BYTES} | {name: said[name] for name in _OF_NUMBERS}
 
 
 def _copied(said: Mapping[str, Any], device: torch.device) -> Tensor | None:
     """A copy, on our device, of a tensor in the source's device memory; None if it cannot be reached. LinkBroken if it is another."""
-    arguments = list(pickle.loads(bytes.fromhex(said["handle"])))
-    arguments[_DEVICE_ARGUMENT] = device.index or 0
     try:
-        copy = reductions.rebuild_cuda_tensor(*arguments).clone()
+        copy = reductions.rebuild_cuda_tensor(**rebuilding(said["handle"], getattr(torch, said["dtype"]), device.index or 0)).clone()
     except RuntimeError as error:
         LOG.warning("weights come through host memory: the source's device memory cannot be reached (%s)", str(error).splitlines()[0])
         return None

@@ -4,6 +4,7 @@
     GET /story?after=N  what it draws, as JSON; 204 if nothing has changed since version N
     GET /status         everstep.status(RUN), as JSON
     GET /metrics        for Prometheus
+    GET /list, /read    bytes of the run's files, for another dashboard (:mod:`everstep.telemetry.window`)
 
 Read-only. Whoever can reach the address sees the run (names of hosts and folders, metrics, but no samples): it listens to this
 machine alone unless told otherwise.
@@ -28,6 +29,7 @@ from everstep.errors import BadInput, EverstepError
 from everstep.telemetry.dashboard import prometheus
 from everstep.telemetry.dashboard.story import Reader, as_page
 from everstep.telemetry.events import to_json
+from everstep.telemetry.window import Files, Mirror, is_address
 
 _START_S = 30.0
 
@@ -45,7 +47,7 @@ def page(story: dict[str, object] | None = None) -> str:
 class Dashboard:
     """Serves one run until it is closed. ``port`` 0: a free one. Raises BadInput if the folder is no run, or the address not to be had."""
 
-    def __init__(self, run_dir: str | os.PathLike[str], host: str = "127.0.0.1", port: int = 0):
+    def __init__(self, run_dir: str | os.PathLike[str] | Mirror, host: str = "127.0.0.1", port: int = 0):
         reader = Reader(run_dir)
         try:
             self._server = ThreadingHTTPServer((host, port), type("Handler", (_Handler,), {"reader": reader}))
@@ -80,6 +82,12 @@ class _Handler(BaseHTTPRequestHandler):
                     self._answer("application/json", to_json(self.reader.story().status.as_json()))
                 case "/metrics":
                     self._answer(prometheus.CONTENT_TYPE, prometheus.exposition(self.reader.story()))
+                case "/list":
+                    self._answer("application/json", json.dumps(Files(self.reader.folder).list()))
+                case "/read":
+                    asked = parse_qs(url.query)
+                    name, at = asked.get("name", [""])[0], asked.get("at", [""])[0]
+                    self._answer("application/json", json.dumps(Files(self.reader.folder).read(name, int(at) if at.isdecimal() else -1)))
                 case _:
                     self._answer("text/plain", "not here; see /", HTTPStatus.NOT_FOUND)
         except EverstepError as error:  # a folder that was deleted, a log that was damaged: said to who looks
@@ -140,12 +148,14 @@ class Beside:
                 pipe.close()
 
 
-def serve(run_dir: str, host: str, port: int) -> None:
-    """Until SIGINT or SIGTERM."""
-    dashboard = Dashboard(run_dir, host, port)
-    print(dashboard.address, flush=True)
-    try:
+def serve(run: str, host: str, port: int) -> None:
+    """Until SIGINT or SIGTERM. ``run``: a folder, or the address of a run."""
+    with contextlib.ExitStack() as last_first:
+        mirror: Mirror | None = None
+        if is_address(run):
+            mirror = last_first.enter_context(contextlib.closing(Mirror(run, dict(os.environ))))
+            mirror.follow()
+        dashboard = last_first.enter_context(contextlib.closing(Dashboard(mirror or run, host, port)))
+        print(dashboard.address, flush=True)
         while True:
             time.sleep(3600.0)
-    finally:
-        dashboard.close()

@@ -22,6 +22,7 @@ from everstep.telemetry.recoveries import Account, Recovery, account, recoveries
 from everstep.telemetry.report import marks
 from everstep.telemetry.status import RunStatus, fold, read_pulse
 from everstep.telemetry.tail import Tail
+from everstep.telemetry.window import Mirror
 
 COLUMNS = 800         # of the time line
 POINTS = 600          # of one curve: more are thinned out
@@ -55,7 +56,7 @@ class Story:
     events: Sequence[Event]
 
 
-def tell(folder: str | os.PathLike[str]) -> Story:
+def tell(folder: str | os.PathLike[str] | Mirror) -> Story:
     """Read a run's files once. Raises BadInput if the folder is none of a run, EventLogError if its log was damaged."""
     return Reader(folder).story()
 
@@ -63,8 +64,9 @@ def tell(folder: str | os.PathLike[str]) -> Story:
 class Reader:
     """Thread safe. ``story()`` is at most a moment old; see above."""
 
-    def __init__(self, folder: str | os.PathLike[str], clock: Callable[[], float] = time.monotonic):
-        self._run = open_run_dir(Path(folder))
+    def __init__(self, folder: str | os.PathLike[str] | Mirror, clock: Callable[[], float] = time.monotonic):
+        self._mirror = folder if isinstance(folder, Mirror) else None
+        self._run = open_run_dir(folder.path if isinstance(folder, Mirror) else Path(folder))
         self._clock = clock
         self._lock = threading.Lock()
         self._tail = Tail(self._run.events)
@@ -87,10 +89,15 @@ class Reader:
             return self._story
 
     def _read(self) -> Story:
+        mirror = self._mirror
+        if mirror:
+            mirror.sync()
         events = self._tail.events()
         metrics = self._run.path / "metrics.jsonl"
-        now = time.time()
-        status = fold(str(self._run.path), events, read_pulse(self._run.path), now)
+        now = mirror.now() if mirror else time.time()
+        status = fold(mirror.shown if mirror else str(self._run.path), events, read_pulse(self._run.path), now, here=mirror is None)
+        if mirror and mirror.trouble and status.live:
+            status.cause = mirror.trouble
         return Story(
             status=status,
             recoveries=recoveries(events),

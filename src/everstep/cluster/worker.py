@@ -47,6 +47,7 @@ from everstep.engine.offload import Part
 from everstep.engine.step import Engine
 from everstep.errors import CoordinatorLost, DeadlineExceeded, EverstepError, ReplicaBroken, Superseded, WorkerFailed
 from everstep.layout import Position
+from everstep.node import page
 from everstep.recovery.control import Control
 from everstep.recovery.healing import Healing
 from everstep.recovery.ledger import Contribution, Ledger, SlotLedger, SumLedger
@@ -214,10 +215,8 @@ class Worker:
         self.calls.renew()
         self._rollout_weights = None
         size = len(formation.workers)
-        os.environ.update(
-            RANK=str(formation.rank), WORLD_SIZE=str(size), EVERSTEP_REPLICA=str(formation.replica),
-            EVERSTEP_EPOCH=str(self.control.epoch),
-        )
+        os.environ.update(RANK=str(formation.rank), WORLD_SIZE=str(size), EVERSTEP_REPLICA=str(formation.replica), EVERSTEP_EPOCH=str(self.control.epoch))
+        page.place(formation.replica, formation.rank)
         timeout = timedelta(seconds=self.config.recovery.step_timeout_s)
         if not dist.is_initialized():  # torchrun's world is made by the launcher
             dist.init_process_group(
@@ -286,6 +285,7 @@ class Worker:
         if state.version is not None and not state.island:  # an island's ranks all begin where one other island is
             self._kept = Kept(self.layout.position(formation.rank), state.tensors(frozen=True), state.scalars(), state.version)
         state.close()
+        page.place(-1, -1)
         self.events.emit("release", replica=formation.replica, rank=formation.rank)
 
     # -- the coordinator's log (on the control thread) -----------------------------------------------------------------------

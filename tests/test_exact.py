@@ -140,7 +140,9 @@ def check_rows(run: Finished, schedule: Schedule, whole: bool = False) -> None:
 
 def prove(schedule: Schedule, model: Path, folder: Path, launcher: str = "controller") -> Finished:
     length = () if schedule.steps == STEPS else (f"sft.steps={schedule.steps}",)
-    run = trained(launcher, SFT, folder, *BASE, path_of(model, schedule.shape), *schedule.overrides(), *length)
+    # A process that torchrun starts does its imports in its first seconds, and says nothing meanwhile.
+    patience = ("recovery.silence_s=10",) if launcher == "torchrun" and any("silence" in o for o in schedule.overrides()) else ()
+    run = trained(launcher, SFT, folder, *BASE, path_of(model, schedule.shape), *schedule.overrides(), *patience, *length)
     assert_invariants(run, steps=schedule.steps)
     check_rows(run, schedule, whole=launcher != "controller")
     left = (3 if not schedule.shape else 2) - max(0, len(schedule.rows) - schedule.spares)

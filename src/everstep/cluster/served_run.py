@@ -21,6 +21,7 @@ import xxhash
 from everstep.checkpoint.choose import Chosen
 from everstep.cluster import takeover
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s
+from everstep.cluster.watch import reruns_of
 from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.errors import (
@@ -106,7 +107,7 @@ class ServedRun:
         self._minimum = min(max(minimum, min_replicas), everybody)  # to begin
         coordinator = Coordinator(
             self._log.incarnation, 0, minimum, Mode(recovery.mode), recovery.standby_links_up_to if recovery.enabled else 0,
-            recovery.quarantine_after,
+            recovery.quarantine_after, reruns=reruns_of(config),
         )
         listener = Listener(
             self._place_of, lambda worker, step, phase: self._injector.on_phase(worker, step, phase), self._died, self._recorded,

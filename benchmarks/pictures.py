@@ -59,7 +59,7 @@ def _watch(folder: Path, out: Path, after: int, over: threading.Event, shot: set
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images")
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=3)
     args = parser.parse_args(arguments)
     from playwright.sync_api import sync_playwright
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(temporary) / "runs" / "chaos"
         config = with_schedule(load_config(str(ROOT / "examples" / "sft_text.yaml"), [
             "device=cpu", f"model.path={ROOT}/examples/models/tiny-qwen3", "layout.replicas=3", "layout.tp=2", "layout.spares=2", f"sft.steps={args.steps}",
-            "sft.samples_per_step=120", "checkpoint.every_steps=50", "train.verify_every=20", "recovery.silence_s=3", "recovery.heartbeat_s=0.3",
+            "sft.samples_per_step=60", "checkpoint.every_steps=30", "train.verify_every=20", "recovery.silence_s=3", "recovery.heartbeat_s=0.3",
             "telemetry.dashboard=true", f"run_dir={folder}",
         ]), args.seed, 4.0 / args.steps, parse_kinds("kill,exit,stop", False), False)
         over, shot = threading.Event(), set[str]()

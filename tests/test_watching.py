@@ -307,9 +307,9 @@ def test_the_minority_is_found_only_if_there_is_one() -> None:
     assert minority(ranks_of(Layout(replicas=3, tp=2), (0, 1)), wrong[:4]) == [], "of two replicas nobody knows which is right"
 
 
-def flip_a_bit_of_worker_two() -> None:
-    """Of a weight, in the place where it lies, after step 5 was applied: what a broken memory cell does."""
-    apply = worker_module.StepWork.apply
+def flip_a_bit_of_worker_two_and_let_gradients_jump() -> None:
+    """The bit: of a weight, in the place where it lies, after step 5 was applied, as a broken memory cell does. The jump: in step 20, everywhere."""
+    apply, gradient = worker_module.StepWork.apply, worker_module.StepWork._gradient
 
     def damaged(self, total):
         apply(self, total)
@@ -317,21 +317,35 @@ def flip_a_bit_of_worker_two() -> None:
             tensor = next(t for name, t in self._worker.engine.state().items() if name.startswith(("master/", "param/")))
             tensor.view(-1).view(torch.int32)[17] ^= 1 << 12
 
-    worker_module.StepWork.apply = damaged  # type: ignore[method-assign]
+    def jumping(self, *slots):
+        contribution = gradient(self, *slots)
+        if self.step == 20:
+            for tensor in contribution.gradients:
+                tensor *= 60.0
+        return contribution
+
+    worker_module.StepWork.apply, worker_module.StepWork._gradient = damaged, jumping  # type: ignore[method-assign]
 
 
-def test_a_flipped_bit_is_found_its_rank_evicted_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_flipped_bit_a_hung_collective_and_a_jump_are_each_told_with_culprit_and_time(tmp_path: Path) -> None:
     run = finish(config(
-        SFT, tmp_path / "run", "layout.replicas=3", "layout.spares=1", "sft.steps=24", "recovery.heartbeat_s=0.2", "checkpoint.at_end=false",
-        "train.verify_every=4",
-    ), host=lambda conf: ForkedHost(conf, prepare=flip_a_bit_of_worker_two))
+        SFT, tmp_path / "run", "layout.replicas=3", "layout.spares=2", "sft.steps=24", "recovery.heartbeat_s=0.2", "checkpoint.at_end=false",
+        "train.verify_every=4", "recovery.progress_timeout_s=2", "faults=[{step: 14, phase: reduce, kind: hang, replica: 1}]",
+    ), host=lambda conf: ForkedHost(conf, prepare=flip_a_bit_of_worker_two_and_let_gradients_jump))
     (found,) = run.kind("corruption")
-    assert (found["replica"], found["rank"], found.step, found["action"]) == (2, 0, 8, "evicted"), "at the first comparison after the flip"
-    (death,) = run.kind("death")
-    assert death["worker"] == "w2" and "corruption" in death["cause"]
+    assert (found["replica"], found["rank"], found.step, found["action"], found["found"]) == (2, 0, 8, "evicted", "comparison"), "at the first comparison"
+    corrupt, hung = run.kind("death")
+    assert corrupt["worker"] == "w2" and "corruption" in corrupt["cause"]
+    (fault,) = run.kind("fault")
+    assert hung["worker"] == fault["worker"] == "w1" and hung["cause"].startswith("no progress: step 14, reduce")
+    assert 1.9 < seconds_between(fault, hung) < 6.0, "its peers wait in the collective; it is the one that never came"
+    assert {e["replica"]: e["failure_class"] for e in run.kind("failure")} == {2: "gpu", 1: "software"}
+    (spike,) = run.kind("spike")
+    assert (spike.step, spike["metric"]) == (20, "train/grad_norm") and spike["value"] > 10 * spike["usual"]
     assert run.kind("join")[-1]["members"] == [0, 1, 2] and run.kind("verify")[-1]["equal"]
     assert len(run.final_hashes) == 1
     assert_invariants(run, steps=24)
+
 
 TWO = ["layout.replicas=2", "layout.spares=1", "sft.steps=12", "recovery.heartbeat_s=0.2", "checkpoint.at_end=false", "recovery.exact=true"]
 
@@ -399,6 +413,7 @@ def test_of_two_replicas_the_one_that_computed_wrongly_once_is_found(tmp_path: P
     assert_invariants(run, steps=12)
 
 
+@pytest.mark.full
 def test_of_three_replicas_one_that_always_computes_wrongly_is_found_of_two_nobody_knows(tmp_path: Path) -> None:
     run = struck(tmp_path / "three", ALWAYS, "watch.rerun_every=4", "layout.replicas=3")
     assert [(e.step, e["replica"], e["found"]) for e in run.kind("corruption")] == [(4, 1, "rerun")]
@@ -515,10 +530,12 @@ def wrong_products(worker: str) -> None:
     worker_module.Worker.admit = on_a_broken_device  # type: ignore[method-assign]
 
 
+@pytest.mark.full
 def test_a_device_that_computes_wrongly_is_not_admitted_and_the_next_process_is(tmp_path: Path) -> None:
     run = finish(config(
-        SFT, tmp_path / "run", "layout.replicas=2", "layout.spares=1", "sft.steps=40", "recovery.heartbeat_s=0.2", "checkpoint.at_end=false",
-        "recovery.restart_attempts=3", "recovery.restart_backoff_s=0.1", "faults=[{step: 3, phase: compute, replica: 1}, {step: 30, phase: compute, replica: 0}]",
+        SFT, tmp_path / "run", "layout.replicas=2", "layout.spares=1", "sft.steps=14", "recovery.heartbeat_s=0.2", "checkpoint.at_end=false",
+        "recovery.restart_attempts=3", "recovery.restart_backoff_s=0.1", "recovery.min_replicas=2",  # the second replica is waited for
+        "faults=[{step: 3, phase: compute, replica: 1}, {step: 8, phase: compute, replica: 0}]",
     ), host=lambda conf: ForkedHost(conf, prepare=functools.partial(wrong_products, "w3")))
     (refused,) = run.kind("refused")
     assert refused["worker"] == "w3" and refused["cause"].startswith("matmul") and refused["checks"]["memory"].startswith("ok")
@@ -527,12 +544,13 @@ def test_a_device_that_computes_wrongly_is_not_admitted_and_the_next_process_is(
     assert seconds_between(run.kind("restart")[0], refused) < 15.0
     assert "w3" not in {e["spare"] for e in run.kind("spare_used")} | {e["worker"] for e in run.kind("death")}, "it was nobody yet"
     assert {e["spare"] for e in run.kind("spare_used")} == {"w2", "w4"}, "the first death did not wait for it"
-    assert_invariants(run, steps=40)
+    assert_invariants(run, steps=14)
     assert gone({e.pid for e in run.events if e.who == "w3"})
 
 
+@pytest.mark.full
 def test_at_the_start_all_are_examined_with_their_neighbours_and_one_that_is_unfit_ends_it(tmp_path: Path) -> None:
-    conf = config(SFT, tmp_path / "run", "layout.replicas=2", "layout.spares=1", "sft.steps=2", "watch.admission=all", "watch.admission_s=0.05")
+    conf = config(SFT, tmp_path / "run", "layout.replicas=2", "layout.spares=1", "sft.steps=8", "watch.admission=all", "watch.admission_s=0.05")
     with pytest.raises(Unfit, match=r"w1 on .* matmul: .* wrong elements"):
         run_recipe(conf, host=lambda c: ForkedHost(c, prepare=functools.partial(wrong_products, "w1")))
     events = read_events(tmp_path / "run" / "events")

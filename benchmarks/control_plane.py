@@ -56,6 +56,7 @@ class Talkers:
         self._position = dict(workers)
         self._buffers: dict[str, bytearray] = {}
         self._last: dict[str, dict[str, Any]] = {}  # the newest record of each rank
+        self._bases: dict[str, dict[str, Any]] = {}  # the view of its newest record that others are told by
         for worker, _ in workers:
             sock = socket.create_connection(address, timeout=60)
             wire.tune(sock)
@@ -113,8 +114,15 @@ class Talkers:
                     message = json.loads(buffer[_HEADER.size : _HEADER.size + size])
                     del buffer[: _HEADER.size + size]
                     if message["type"] == "record":
-                        self._last[worker] = message["record"]
-                        if worker in waiting and wanted(message["record"]):
+                        record = message["record"]
+                        if record["base"] is not None:  # told by how it differs from the last view or commit
+                            view = record["view"] = (base := self._bases[worker]) | record["view"]
+                            if isinstance(new := view["members"], dict):
+                                view["members"] = [m for m in base["members"] if m["replica"] not in new["without"]] + new["with"]
+                        if record["kind"] != Kind.BUILD:
+                            self._bases[worker] = record["view"]
+                        self._last[worker] = record
+                        if worker in waiting and wanted(record):
                             waiting.discard(worker)
                             if times is not None:
                                 times.append(time.monotonic())
@@ -128,12 +136,15 @@ def measure(ranks: int, per_replica: int, steps: int, kills: int, processes: int
     place = {name: (replica, rank) for replica, row in enumerate(names) for rank, name in enumerate(row)}
     committed, newest = threading.Condition(), [0]
     sizes: list[int] = []
+    before: list[Record | None] = [None]
 
     def on_record(record: Record) -> None:
         with committed:
             if record.kind is Kind.COMMIT:
                 newest[0] = record.step
-                sizes.append(len(json.dumps(record.to_json(), separators=(",", ":"))))
+                sizes.append(len(json.dumps(record.to_json(before[0]), separators=(",", ":"))))
+            if record.kind is not Kind.BUILD:
+                before[0] = record
             committed.notify_all()
 
     log = CommitLog(folder / "commits.log")

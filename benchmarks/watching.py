@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[1]
 PHASES = 12  # that a rank enters in a step, and the lines it would log then
 WARM_STEPS = 8
 #: What makes a run unwatched, beside what is patched out below. A further part of watching belongs here, with what takes it out.
-OFF = ["watch.spike_ratio=0", "watch.diagnose=false", "watch.admission=never", "log.level=error"]
+OFF = ["watch.agent_every_s=0", "watch.spike_ratio=0", "watch.diagnose=false", "watch.admission=never", "log.level=error"]
 #: Watching beyond the defaults: what each step may cost at most.
 MORE = ["watch.check_state_every=1", "watch.rerun_every=10", "telemetry.dashboard=true"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -561,6 +563,10 @@ def test_under_any_interleaving_the_log_keeps_the_invariants(events, ranks, repl
         commits = [r.step for r in log if r.kind is Kind.COMMIT]
         assert commits == list(range(1, len(commits) + 1)) and len(commits) == c.committed
         assert [r.samples for r in log if r.kind is Kind.COMMIT] == [(f"s{k}",) for k in commits]
+    base: Record | None = None
+    for record in log:  # as ranks are told them
+        assert Record.from_json(json.loads(json.dumps(record.to_json(base))), base) == record
+        base = base if record.kind is Kind.BUILD else record
 
 
 def test_the_commit_record_survives_and_epochs_grow_across_incarnations(tmp_path):
@@ -609,5 +615,12 @@ def test_records_survive_the_wire():
     c.death("2.0.1", "killed")
     record = commit_step(c)
     assert Record.from_json(record.to_json()) == record
+    c.begin(2, (("s2",),))
+    after = commit_step(c)
+    told = after.to_json(record)
+    assert Record.from_json(told, record) == after and set(told["view"]) == {"committed", "deal"} and set(told["view"]["deal"]) == {"number"}
+    for other in (None, after):
+        with pytest.raises(ValueError, match="differs from record"):
+            Record.from_json(told, other)
     v = vote("0.0.0", c)
     assert Vote.from_json(v.to_json()) == v

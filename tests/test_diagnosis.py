@@ -28,7 +28,7 @@ def struck(tmp_path_factory) -> Finished:
     faults = ", ".join(f"{{step: {step}, phase: compute, kind: {kind}, replica: {replica}}}" for kind, (_, replica, step) in VICTIMS.items())
     return finish(config(
         SFT, tmp_path_factory.mktemp("struck") / "run", "layout.replicas=3", "layout.spares=3", "sft.steps=30", "recovery.heartbeat_s=0.2",
-        "recovery.silence_s=1.5", "recovery.progress_timeout_s=1.5", "checkpoint.at_end=false", f"faults=[{faults}]",
+        "recovery.silence_s=1.5", "watch.agent_every_s=0.1", "watch.stuck_after_s=0.7", "recovery.progress_timeout_s=1.5", "checkpoint.at_end=false", f"faults=[{faults}]",
     ), host=ForkedHost)
 
 
@@ -68,6 +68,26 @@ def test_a_stopped_process_is_seen_from_outside(struck: Finished) -> None:
     assert json.loads((folder / "w0.kernel.json").read_text())["State"].startswith("T")
     if shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable)):
         assert "train_step" in (folder / "w0.stacks").read_text()
+
+
+def test_the_agent_of_the_node_tells_what_each_is_stuck_in_before_it_is_given_up(struck: Finished) -> None:
+    """Of a process that is stopped or has its lock stuck it is sure; of one whose main thread waits its peers had to tell."""
+    for kind, says in (("gil", "interpreter lock"), ("stop", "is stopped")):
+        worker, replica, step = VICTIMS[kind]
+        (told,) = [e for e in struck.kind("stuck") if e.who == "lead" and e["worker"] == worker and e["sure"]]
+        assert (told["what"], told["sure"], told["replica"], told.step) == ("process", True, replica, step) and says in told["why"]
+        assert told["says"].startswith(f"in compute of step {step}")
+        (fault,) = [e for e in struck.kind("fault") if e["replica"] == replica and e.step == step]
+        death = next(e for e in struck.kind("death") if e["worker"] == worker)
+        assert fault.t_mono < told.t_mono < death.t_mono, "it is told before the silence is long enough"
+        assert told.t_mono - fault.t_mono < 1.5
+    for kind, (worker, _, step) in VICTIMS.items():
+        paged = json.loads((of(struck, worker) / f"{worker}.page.json").read_text())
+        assert (paged["page"]["phase"], paged["page"]["step"], paged["stuck"]["what"]) == ("compute", step, "process"), kind
+        failure = next(e for e in struck.kind("failure") if e["worker"] == worker)
+        assert failure["failure_class"] == "software" and any(line.startswith("stuck process: ") for line in failure["evidence"])
+        assert any(line.startswith(f"its page: in compute of step {step}") for line in failure["evidence"])
+    assert {e["worker"] for e in struck.kind("stuck") if e["sure"]} == {"w0", "w2"}, "nobody else is accused"
 
 
 def test_the_flight_recorder_of_a_living_peer_is_there(struck: Finished) -> None:

@@ -13,10 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.runs import SFT
 
 from everstep import cli, doctor
+from everstep.cluster.agents import Agents
 from everstep.cluster.host import WorkerInfo
 from everstep.cluster.post_mortem import PostMortem
+from everstep.config.load import load_config
+from everstep.run_dir import RunDir
 from everstep.telemetry import health
 from everstep.telemetry.events import EventLog, read_events
 from everstep.telemetry.health import Sign, classify, gpu_signs, host_signs, kernel_log, kernel_signs
@@ -167,7 +171,8 @@ def test_the_class_of_a_death(cause: str, signs: list[Sign], again: bool, kind: 
 
 def test_a_real_crash_is_found_in_the_kernels_log(tmp_path: Path) -> None:
     events = EventLog(tmp_path / "lead.jsonl", "lead")
-    post_mortem = PostMortem(events, str(tmp_path))
+    agents = Agents(load_config(SFT), RunDir(tmp_path, 1), events)
+    post_mortem = PostMortem(events, lambda info: agents.examine(info.host, info.worker_id, info.pid, 1.0))
     crashed = subprocess.Popen([sys.executable, "-c", "import ctypes; ctypes.string_at(0)"], stderr=subprocess.DEVNULL)
     assert crashed.wait() == -signal.SIGSEGV
     post_mortem.died(WorkerInfo("w0", crashed.pid, os.uname().nodename, "n"), (1, 0), 5, "its process ended (pidfd)", suspected=False)

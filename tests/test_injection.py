@@ -15,9 +15,7 @@ from tests.support.runs import DEMO, ROOT, SFT, Finished, command, config, finis
 from tests.test_faults import assert_invariants
 from tests.test_recovery import serve, until
 
-from everstep.cluster.host import WorkerInfo
 from everstep.cluster.processes import ProcessWatch
-from everstep.cluster.ray_watch import NodeWatches
 from everstep.errors import CoordinatorLost, WorkerFailed
 from everstep.recovery.control import Control
 from everstep.recovery.proxy import Relay
@@ -201,25 +199,6 @@ def test_the_end_of_a_process_whose_child_keeps_its_connection_open_is_noticed(t
         process.wait()
         watch.close()
         server.close()
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_deaths_on_another_node_are_told_by_a_watch_there():
-    import ray
-
-    node = ray.nodes()[0]["NodeID"]
-    process = subprocess.Popen(["sleep", "60"])
-    ended: list[str] = []
-    watches = NodeWatches({"w3": WorkerInfo("w3", process.pid, "some host", node)}, ended.append)
-    try:
-        time.sleep(0.2)
-        assert ended == []
-        process.kill()
-        assert until(lambda: ended == ["w3"], 20.0)
-    finally:
-        process.kill()
-        process.wait()
-        watches.close()
 
 
 def test_a_relay_hands_on_what_it_hears_and_the_end_of_it(tmp_path):

@@ -196,7 +196,10 @@ class MemoryControl(Control):
         self.local_host = ""
 
     def deliver(self, message: dict[str, Any]) -> None:
-        record = Record.from_json(message["record"])
+        try:
+            record = Record.from_json(message["record"], self._records[-1] if self._records else None)
+        except ValueError as error:
+            raise Violation(f"{self.rank}: {error}") from error
         if record.kind is Kind.BUILD:
             self._last_build = record.number
         else:

@@ -83,7 +83,7 @@ class Controller(InOnePlace, Verbs):
         self._on_record = on_record or (lambda record: None)
         self._reference = False
         self._watch = Watch(config, run_dir, events, host, lambda: self._server, self._place_of, lambda: len(self._crew.idle_spares()),
-                            lambda worker, cause: self._crew.leaving.tell(worker, cause))
+                            lambda worker, cause: self._crew.leaving.tell(worker, cause), lambda workers, cause: self._crew.quarantine(workers, cause))
         self._stage = ""
         self.recipe_state: dict[str, Any] = {}
         self._closed = False
@@ -123,7 +123,7 @@ class Controller(InOnePlace, Verbs):
         token = self._token = secrets.token_hex(16)
         listener = Listener(
             self._place_of, self._phase_entered, self._worker_died, self._recorded, self._answered,
-            self._struck, self._crew.leaving.tell, self._watch.before_kill,
+            self._struck, self._crew.leaving.tell, self._watch.before_kill, self._watch.agents.rank, self._watch.agents.attend,
         )
         self._server = CoordinatorServer(
             coordinator, log, self._events, listener, token, recovery.silence_s, 2 * recovery.link_timeout_s, host,

@@ -17,7 +17,7 @@ from everstep.cluster.leaving import Leaving
 from everstep.cluster.refill import Refill
 from everstep.cluster.repair import Repair
 from everstep.config.schema import Config
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, WorkerFailed
 from everstep.recovery.coordinator import State
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Member
@@ -36,6 +36,7 @@ class Crew:
         self._injected, self._is_engine, self._before_end = injected, is_engine, before_end
         self.served: set[str] = set()
         self.leaving = Leaving(self)
+        self.unfit: set[str] = set()  # workers, of the past too, whose device is in quarantine
         recovery = config.recovery
         self._refill = Refill(self, recovery.restart_attempts if recovery.enabled else 0, recovery.restart_backoff_s)
         self._repair: Repair | None = None
@@ -144,10 +145,16 @@ class Crew:
         self._host.end(worker)
 
     def replace(self, worker: str) -> None:
-        """But for a single process that was told to leave: its device may be why."""
+        """But for a single process that was told to leave, and one whose device is in quarantine: its device is, or may be, why."""
         alone = worker in self.leaving.workers and self._host.infos[worker].node_id not in self.leaving.nodes
-        if not alone:
+        if not alone and worker not in self.unfit:
             self._refill.replace(worker)
+
+    def quarantine(self, workers: list[str], cause: str) -> None:
+        """Their device is sick: those that live leave as in a drain, and no process is started in the place of any of them."""
+        self.unfit |= set(workers)
+        for worker in workers:
+            self.leaving.tell(worker, cause)
 
     # -- what planned leaves need (everstep.cluster.leaving.Roster) -----------------------------------------------------------------
 
@@ -182,6 +189,8 @@ class Crew:
     # -- what refilling needs (everstep.cluster.refill.Starter) ---------------------------------------------------------------------
 
     def start_in_place_of(self, worker: str) -> str:
+        if worker in self.unfit:
+            raise WorkerFailed(f"the device of {worker} is in quarantine")
         name = f"w{next(self._numbers)}"
         nodes = [info.node_id for info in self.living().values()]
         try:

@@ -33,6 +33,8 @@ from everstep.cluster.processes import ProcessWatch, die_with_parent
 from everstep.cluster.slots import ListSlots
 from everstep.config.schema import Config
 from everstep.errors import BadInput, DeadlineExceeded, EverstepError, WorkerFailed
+from everstep.node import channel
+from everstep.node.agent import AgentSpec
 
 if TYPE_CHECKING:
     from everstep.cluster.formation import Meant
@@ -45,6 +47,7 @@ PRELOAD = [
 ]
 _START_S = 60.0
 _END_S = 30.0
+_AGENT_S = 3.0
 
 
 def context() -> Any:
@@ -187,6 +190,7 @@ class ForkedHost:
         self._closed = False
         self._lock = threading.Lock()
         self.infos: dict[str, WorkerInfo] = {}
+        self._agents: list[Any] = []
 
     def start(self, specs: Sequence[WorkerSpec]) -> None:
         for spec in specs:
@@ -243,6 +247,20 @@ class ForkedHost:
         for worker, info in list(self.infos.items()):
             self._watch.add(worker, info.pid)
 
+    def run_agent(self, spec: AgentSpec, worker: str) -> None:
+        process = context().Process(target=_serve_agent, args=(spec, self._prepare), name=f"agent-{spec.node}", daemon=True)
+        with self._lock:
+            if self._closed:
+                return
+            process.start()
+            self._agents.append(process)
+        process.join()
+
+    def end_agent(self, node: str) -> None:
+        with self._lock:
+            for agent in self._agents:
+                agent.kill()
+
     def share(self, batch: TrainingBatch) -> TrainingBatch:
         return batch
 
@@ -286,6 +304,10 @@ class ForkedHost:
             for child in children:
                 child.wait_gone(_END_S)
                 child.forget()
+            for agent in self._agents:  # it was told that the run is over
+                agent.join(_AGENT_S)
+                if agent.is_alive():
+                    agent.kill()
         finally:
             if self._bridge:
                 self._bridge.close()
@@ -324,6 +346,12 @@ def _serve(
         if listener is None:
             os._exit(0)  # without the interpreter's shutdown: groups of a broken world may wait in their destructors
         pipe = later.get()
+
+
+def _serve_agent(spec: AgentSpec, prepare: Callable[[], None] | None) -> None:
+    if prepare:
+        prepare()
+    os._exit(channel.main(spec))
 
 
 def _accept(listener: Listener, later: queue.SimpleQueue[Connection]) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
 from everstep.errors import CoordinatorLost, EverstepError
+from everstep.node.agent import AgentSpec
 from everstep.recovery import rendezvous
 from everstep.telemetry import diagnosis
 
@@ -92,7 +93,14 @@ class Host(Protocol):
         """Whether the machine of a dead worker lives, so that ``add`` can start a process there at once."""
 
     def watch(self, on_end: Callable[[str], None]) -> None:
-        """Call ``on_end(worker)`` on another thread as soon as a worker's process ends, from now on."""
+        """Call ``on_end(worker)`` on another thread as soon as a worker's process ends, from now on; of those of this machine. Other machines
+        have agents for it."""
+
+    def run_agent(self, spec: AgentSpec, worker: str) -> None:
+        """An agent on the machine that ``worker`` is on; returns, or raises EverstepError, when it has ended."""
+
+    def end_agent(self, node: str) -> None:
+        """Kill the agent of a machine (its host name), which answers no more. Nothing happens if there is none."""
 
     def share(self, batch: TrainingBatch) -> Any:
         """What stands for a batch in ``submit``, sent once however many workers get it."""
@@ -160,6 +168,7 @@ def make_worker(spec: WorkerSpec, node: str, abandon: Callable[[str], None] | No
     from everstep.cluster.preemption import Notices
     from everstep.engine import cpu
     from everstep.engine.groups import NCCL_ENVIRONMENT
+    from everstep.node import beat
     from everstep.recovery.control import Control
     from everstep.telemetry import logs
     from everstep.telemetry.events import EventLog
@@ -172,6 +181,7 @@ def make_worker(spec: WorkerSpec, node: str, abandon: Callable[[str], None] | No
         torch.zeros(1, device=device)  # the context is made now, not in the first step of a spare
     else:
         cpu.apply()
+    beat.start(spec.worker_id, device)
     recovery = spec.config.recovery
     control = Control(
         spec.coordinator, spec.token, spec.worker_id, recovery.heartbeat_s, fence_s=recovery.fence_s, grace_s=recovery.controller_grace_s

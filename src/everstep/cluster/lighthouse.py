@@ -137,6 +137,8 @@ class Lighthouse:
                 self._serve_warden(sock, int(hello["warden"]), str(hello["host"]))
             elif "worker" in hello:
                 self._serve_rank(sock, hello)
+            elif "agent" in hello:
+                self._serve_agent(sock, hello)
             else:
                 wire.send(sock, {"type": "welcome"})
                 self._serve_head(sock)
@@ -153,6 +155,13 @@ class Lighthouse:
             sock.close()
             return
         run.server.attend(sock, hello)
+
+    def _serve_agent(self, sock: socket.socket, hello: dict[str, Any]) -> None:
+        run = self.run
+        if run is None or run.ended:
+            sock.close()  # it comes again, and ends by itself once nobody is left
+            return
+        run.agents.attend(sock, hello)
 
     def _serve_warden(self, sock: socket.socket, replica: int, host: str) -> None:
         """A warden says nothing more; it is here until its connection ends."""

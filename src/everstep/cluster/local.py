@@ -35,6 +35,7 @@ from everstep.checkpoint.saving import RankOf, SavedRun, Saver, WriterLost
 from everstep.checkpoint.storage import CheckpointError
 from everstep.checkpoint.writer import Ticket
 from everstep.cluster import environment
+from everstep.cluster.agents import keep_here
 from everstep.cluster.device import choose_device
 from everstep.cluster.dispatch import Rank, get_dispatch, ranks_of
 from everstep.cluster.exchange import broadcast_object, gather_objects, replica_secret
@@ -54,6 +55,7 @@ from everstep.engine import cpu
 from everstep.engine.groups import NCCL_ENVIRONMENT
 from everstep.engine.loss import LossSpec
 from everstep.errors import BadInput, EverstepError, ReplicaBroken, WorkerFailed
+from everstep.node import beat
 from everstep.recovery.board import Journal, Result, Who
 from everstep.recovery.control import Control
 from everstep.recovery.rendezvous import Announcement
@@ -193,6 +195,9 @@ class LocalGroup(Verbs):
         if config.watch.diagnose:
             diagnosis.register(own_log.with_suffix(".stacks"))
         self.events = EventLog(entry.run_dir.events / f"{workers[self._rank]}.jsonl", workers[self._rank])
+        beat.start(workers[self._rank], choose_device(config))
+        if os.environ["LOCAL_RANK"] == "0" and (agent := keep_here(config, entry.run_dir, entry.coordinator, entry.token)):
+            self.closing.callback(agent.close)
         self._worker = Worker(config, workers[self._rank], choose_device(config), self._control, entry.store, self.events,
                               memory.folder_of(entry.run_dir.path, entry.run_dir.attempt))
         log = config.log

@@ -1,17 +1,18 @@
-"""After a death: look at its node, say what class of failure it was and on what evidence. On a thread of its own; nobody waits for it."""
+"""After a death: ask its node, say what class of failure it was and on what evidence. On a thread of its own; nobody waits for it."""
 
 from __future__ import annotations
 
 import logging
 import queue
-import socket
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from everstep.cluster.host import WorkerInfo
 from everstep.telemetry.events import EventLog
-from everstep.telemetry.health import Sign, classify, look
+from everstep.telemetry.health import Sign, classify
 
 LOG = logging.getLogger(__name__)
 _SETTLE_S = 0.2  # the kernel writes of a process that it killed a moment after the process is gone
@@ -28,9 +29,10 @@ class _Death:
 
 
 class PostMortem:
-    def __init__(self, events: EventLog, folder: str):
-        self._events, self._folder = events, folder
-        self._since_s = time.clock_gettime(time.CLOCK_MONOTONIC)  # as the kernel's log counts
+    """``examine(info)``: what the node of a process says of it and of itself (:meth:`everstep.cluster.agents.Agents.examine`)."""
+
+    def __init__(self, events: EventLog, examine: Callable[[WorkerInfo], Mapping[str, Any]]):
+        self._events, self._examine = events, examine
         self._queue: queue.SimpleQueue[_Death | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="post-mortem", daemon=True)
         self._thread.start()
@@ -46,13 +48,14 @@ class PostMortem:
     def _loop(self) -> None:
         while (death := self._queue.get()) is not None:
             time.sleep(_SETTLE_S)
+            found = self._examine(death.info)
+            stuck = found.get("stuck") or {}
+            verdict = classify(death.cause, death.info.pid, [Sign(**sign) for sign in found.get("signs", ())], death.suspected, stuck.get("what", ""))
+            more = [f"stuck {stuck['what']}: {stuck['why']}"] if stuck else []
+            more += [f"its page: {found['says']}"] if found.get("says") else []
+            more += [str(found["missing"])] if "missing" in found else []
             try:
-                verdict = classify(death.cause, death.info.pid, self._signs(death.info), death.suspected)
                 self._events.emit("failure", step=death.step, replica=death.place[0], rank=death.place[1], worker=death.info.worker_id,
-                                  node=death.info.host, failure_class=verdict.kind, evidence=list(verdict.evidence))
+                                  node=death.info.host, failure_class=verdict.kind, evidence=[*verdict.evidence, *more])
             except (OSError, ValueError) as error:  # the log is closed, or full: the run ends
                 LOG.warning("what killed %s could not be written: %s", death.info.worker_id, error)
-
-    def _signs(self, info: WorkerInfo) -> list[Sign]:
-        """Of the node that the process was on. Of another node only what the cause says: its agent is Ray's, not ours."""
-        return look([self._folder], self._since_s) if info.host == socket.gethostname() else []

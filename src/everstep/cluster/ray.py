@@ -26,7 +26,8 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.formation import Meant
 from everstep.cluster.host import NoRoom, ProcessEnded, WorkerInfo, WorkerSpec
 from everstep.cluster.placement import place
-from everstep.cluster.processes import signal_pid, wait_gone
+from everstep.cluster.processes import ProcessWatch, signal_pid, wait_gone
+from everstep.cluster.ray_agent import RayAgents
 from everstep.cluster.ray_apart import Apart
 from everstep.cluster.ray_runtime import (
     devices_per_node,
@@ -37,11 +38,11 @@ from everstep.cluster.ray_runtime import (
     typed_error,
     uses_gpus,
 )
-from everstep.cluster.ray_watch import NodeWatches
 from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.errors import BadInput, DeadlineExceeded, EverstepError
 from everstep.layout import Layout
+from everstep.node.agent import AgentSpec
 
 _END_S = 30.0
 _CLOSE_S = 10.0
@@ -64,7 +65,8 @@ class RayHost:
         self.infos: dict[str, WorkerInfo] = {}
         self._ended: set[str] = set()  # workers whose process is known to be gone
         self._group: Any = None
-        self._watch: NodeWatches | None = None
+        self._watch: ProcessWatch | None = None
+        self._agents = RayAgents()
         self._closed = False
         self._adding, self._adds = threading.Condition(), 0  # processes that are being started beside the run
         self._own = not ray.is_initialized() and not config.ray.address  # Ray is started for this run, and ends with it
@@ -153,8 +155,8 @@ class RayHost:
             raise NoRoom(f"Ray had room for worker {spec.worker_id} only on a node that is being drained")
         if self._closed:
             self._end_process(spec.worker_id)
-        elif self._watch:
-            self._watch.add(spec.worker_id, self.infos[spec.worker_id])
+        else:
+            self._watch_here(spec.worker_id, self.infos[spec.worker_id])
 
     def _await_adds(self) -> None:
         """Their actors have been killed, so they end; one that asked Ray anything after we left it would start another Ray."""
@@ -198,7 +200,22 @@ class RayHost:
             raise typed_error(error, worker, "its start") from error
 
     def watch(self, on_end: Callable[[str], None]) -> None:
-        self._watch = NodeWatches(self.infos, on_end)
+        self._watch = ProcessWatch(on_end)
+        for worker, info in list(self.infos.items()):
+            self._watch_here(worker, info)
+
+    def _watch_here(self, worker: str, info: WorkerInfo) -> None:
+        if self._watch and info.host == socket.gethostname():
+            self._watch.add(worker, info.pid)
+
+    def run_agent(self, spec: AgentSpec, worker: str) -> None:
+        if spec.node == socket.gethostname():
+            self._agents.run_here(spec)
+        else:
+            self._agents.run_there(spec, self.infos[worker].node_id, self._apart.namespace if self._apart else "")
+
+    def end_agent(self, node: str) -> None:
+        self._agents.end(node)
 
     def share(self, batch: TrainingBatch) -> Any:
         return ray.put(batch)
@@ -255,6 +272,7 @@ class RayHost:
                 last_first.callback(_ask_ray, remove_placement_group, self._group)
             for actor in list(self._actors.values()):
                 last_first.callback(_ask_ray, ray.kill, actor, no_restart=True)
+            last_first.callback(self._agents.close)
             if self._watch:
                 last_first.callback(self._watch.close)
 

@@ -20,6 +20,9 @@ import xxhash
 
 from everstep.checkpoint.choose import Chosen
 from everstep.cluster import takeover
+from everstep.cluster.agents import EXAMINE_S, Agents
+from everstep.cluster.host import WorkerInfo
+from everstep.cluster.post_mortem import PostMortem
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s
 from everstep.cluster.watch import reruns_of
 from everstep.config import derive
@@ -109,10 +112,12 @@ class ServedRun:
             self._log.incarnation, 0, minimum, Mode(recovery.mode), recovery.standby_links_up_to if recovery.enabled else 0,
             recovery.quarantine_after, reruns=reruns_of(config),
         )
+        self._post_mortem = PostMortem(self._events, lambda info: self.agents.examine(info.host, info.worker_id, info.pid, EXAMINE_S))
+        self.agents = Agents(config, run_dir, self._events, self._process_ended)
         listener = Listener(
             self._place_of, lambda worker, step, phase: self._injector.on_phase(worker, step, phase), self._died, self._recorded,
             lambda worker, number, word: self._injector.on_word(worker, number, word), lambda worker: self._injector.struck(worker),
-            before_kill=self._before_kill,
+            before_kill=self._before_kill, on_connect=self.agents.rank, on_agent=self.agents.attend,
         )
         self.server = CoordinatorServer(
             coordinator, self._log, self._events, listener, token, recovery.silence_s, 2 * recovery.link_timeout_s, address[0],
@@ -292,6 +297,8 @@ class ServedRun:
             self._events.emit("error", error=type(self.failure).__name__, message=str(self.failure))
         if self._pulse:
             self._pulse.close()
+        self._post_mortem.close()
+        self.agents.close()
         self._events.emit("run_end", status=status)
         if self._window:
             self._window.close()
@@ -479,6 +486,9 @@ class ServedRun:
 
     def _died(self, worker: str, cause: str) -> None:
         replica, _ = self._place_of(worker)
+        if (said := self.server.progress.get(worker)) and not self.ended:
+            step, suspected = self.server.coordinator.committed + 1, bool(self.server.coordinator.view.quarantined)
+            self._post_mortem.died(WorkerInfo(worker, said.pid, said.host, said.host), self._place_of(worker), step, cause, suspected)
         with self._turn:
             life = self._replicas.get(replica)
             if life and worker in life.member.workers and not life.gone:
@@ -492,15 +502,22 @@ class ServedRun:
         if not self.config.watch.diagnose:
             return
         step = self.server.coordinator.committed + 1
-        said = {w: (p.pid, p.host) for w, p in self.server.progress.items()}
         found = Diagnosis(
-            self.run_dir.path / "diagnosis", self._signal, lambda w, message: self.server.order(w, dict(message)), lambda: said, self._stacks_of,
+            self.run_dir.path / "diagnosis", self._signal, lambda w, message: self.server.order(w, dict(message)), self._look_into, self._stacks_of,
             lambda folder, w: self._events.emit(
                 "diagnosis", step=step, replica=self._place_of(w)[0], rank=self._place_of(w)[1], worker=w, path=str(folder)
             ),
         )
         found.take(worker, cause, step, self.server.whereabouts())
         found.finish(worker)
+
+    def _look_into(self, worker: str, timeout_s: float, spy: bool) -> dict[str, Any]:
+        said = self.server.progress.get(worker)
+        return self.agents.examine(said.host, worker, said.pid, timeout_s, spy) if said else {}
+
+    def _process_ended(self, worker: str) -> None:
+        if self.server.connected(worker):
+            self.server.expel(worker, "process ended (pidfd)", ended=True)
 
     def _stacks_of(self, worker: str) -> Path:
         replica, rank = self._place_of(worker)

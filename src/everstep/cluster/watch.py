@@ -7,10 +7,11 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from everstep.cluster.agents import EXAMINE_S, Agents
 from everstep.cluster.dispatch import Rank
-from everstep.cluster.host import Host
+from everstep.cluster.host import Host, WorkerInfo
 from everstep.cluster.post_mortem import PostMortem
 from everstep.cluster.results import minority
 from everstep.config.schema import Config
@@ -34,21 +35,24 @@ def reruns_of(config: Config) -> Reruns:
 
 class Watch:
     """``server()``: the coordinator's, once there is one; ``place(worker)``: (replica, rank); ``spares()``: how many are warm;
-    ``leave(worker, cause)``: it is to leave at a step boundary."""
+    ``leave(worker, cause)``: it is to leave at a step boundary; ``quarantine(workers, cause)``: these, and nobody takes their places."""
 
     def __init__(
         self, config: Config, run_dir: RunDir, events: EventLog, host: Host, server: Callable[[], CoordinatorServer | None],
         place: Callable[[str], tuple[int, int]], spares: Callable[[], int], leave: Callable[[str, str], None],
+        quarantine: Callable[[list[str], str], None],
     ):
         self._config, self._events, self._host, self._server, self._place, self._spares = config, events, host, server, place, spares
         self._leave = leave
         self._run_dir = run_dir
         self._stragglers = Stragglers(config.watch.straggler_ratio, config.watch.straggler_for_s)
-        self._post_mortem = PostMortem(events, str(run_dir.path))
-        self._diagnosis = Diagnosis(run_dir.path / "diagnosis", host.signal, self._order, self._processes, self._stacks, self._diagnosed)
+        self.agents = Agents(config, run_dir, events, self._process_ended, quarantine, host.run_agent, host.end_agent, self._coordinator)
+        self._post_mortem = PostMortem(events, self._examine)
+        self._diagnosis = Diagnosis(run_dir.path / "diagnosis", host.signal, self._order, self._look_into, self._stacks, self._diagnosed)
 
     def close(self) -> None:
         self._post_mortem.close()
+        self.agents.close()
 
     # -- deaths ----------------------------------------------------------------------------------------------------------------------
 
@@ -102,8 +106,23 @@ class Watch:
         server = self._server()
         return server is not None and server.order(worker, dict(message))
 
-    def _processes(self) -> dict[str, tuple[int, str]]:
-        return {worker: (info.pid, info.host) for worker, info in self._host.infos.items()}
+    def _coordinator(self) -> tuple[tuple[str, int], str]:
+        server = self._server()
+        assert server is not None  # it is what a rank connected to before its node needed an agent
+        return server.address, server.token
+
+    def _process_ended(self, worker: str) -> None:
+        """Says the agent of its node. What left in order is no member of anything any more."""
+        server = self._server()
+        if server and server.connected(worker):
+            server.expel(worker, "process ended (pidfd)", ended=True)
+
+    def _examine(self, info: WorkerInfo, timeout_s: float = EXAMINE_S, spy: bool = False) -> dict[str, Any]:
+        return self.agents.examine(info.host, info.worker_id, info.pid, timeout_s, spy)
+
+    def _look_into(self, worker: str, timeout_s: float, spy: bool) -> dict[str, Any]:
+        info = self._host.infos.get(worker)
+        return self._examine(info, timeout_s, spy) if info else {}
 
     def _stacks(self, worker: str) -> Path:
         number = worker.removeprefix("w")

@@ -55,6 +55,7 @@ from everstep.errors import (
     WorkerFailed,
 )
 from everstep.layout import Position
+from everstep.node import page
 from everstep.recovery.control import Control
 from everstep.recovery.custody import Custody
 from everstep.recovery.healing import Healing
@@ -183,10 +184,8 @@ class Worker:
         self.calls.renew()
         self._rollout_weights = None
         size = len(formation.workers)
-        os.environ.update(
-            RANK=str(formation.rank), WORLD_SIZE=str(size), EVERSTEP_REPLICA=str(formation.replica),
-            EVERSTEP_EPOCH=str(self.control.epoch),
-        )
+        os.environ.update(RANK=str(formation.rank), WORLD_SIZE=str(size), EVERSTEP_REPLICA=str(formation.replica), EVERSTEP_EPOCH=str(self.control.epoch))
+        page.place(formation.replica, formation.rank)
         timeout = timedelta(seconds=self.config.recovery.step_timeout_s)
         if not dist.is_initialized():  # torchrun's world is made by the launcher
             dist.init_process_group(
@@ -261,6 +260,7 @@ class Worker:
         if state.version is not None and not state.island:  # an island's ranks all begin where one other island is
             self._kept = Kept(self.layout.position(formation.rank), state.tensors(frozen=True), state.scalars(), state.version)
         state.close()
+        page.place(-1, -1)
         self.events.emit("release", replica=formation.replica, rank=formation.rank)
 
     # -- the coordinator's log (on the control thread) -----------------------------------------------------------------------

@@ -106,6 +106,14 @@ class WatchConfig(Section):
         "`everstep doctor` does; one that is unfit is ended, and the next place is tried. `all`: the ranks and spares at the start, too; one that is unfit ends the run then. `never`: devices are taken as they are. launcher=ray.",
     )
     admission_s: float = Field(0.2, ge=0, description="Seconds for each measurement of watch.admission, beside one round of each check.")
+    agent_every_s: float = Field(
+        1.0, ge=0, description="Seconds between two looks of a node's agent at its ranks, devices, memory, disks, network links and the kernel's log. "
+        "0: no agents; a death on another node has no evidence of its node then.",
+    )
+    stuck_after_s: float = Field(
+        10.0, gt=0, description="An agent reports a rank as stuck when no thread of its Python has run for so many seconds, or its device has not answered for "
+        "so long. A report only: whoever is to be replaced is found by recovery.silence_s and recovery.progress_timeout_s.",
+    )
     diagnose: bool = Field(
         True,
         description="Before a rank that hangs or is silent is killed, write the Python stacks of all ranks, and torch's record of their last "

@@ -23,6 +23,7 @@ from torch import Tensor
 from everstep.engine.arrange import MULTIPLE, Grid, Packed
 from everstep.engine.columns import Columns
 from everstep.layout import Layout
+from everstep.node import page
 
 if TYPE_CHECKING:
     from everstep.cluster.batch import TrainingBatch
@@ -71,8 +72,9 @@ def run_micro_batches(
     precision = {"fp32_output": False} if megatron.bf16 else {}
     number_of = {id(chunk): number for number, chunk in enumerate(chunks)}
 
-    def forward(items: Iterator[tuple[Grid | Packed, int]], chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        arranged, seed = next(items)
+    def forward(items: Iterator[tuple[int, Grid | Packed, int]], chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        index, arranged, seed = next(items)
+        page.micro_batch(index, len(work))
         _seed(seed, layout, number_of[id(chunk)])
         ids, positions, more = arranged.inputs()
         if shares is not None:
@@ -80,10 +82,11 @@ def run_micro_batches(
         after: Callable[[Tensor], Any] = functools.partial(_finish_rows, finish, arranged) if arranged.batch is not None else _nothing
         return chunk(ids, positions, None, **precision, **more), after
 
+    numbered = lambda: zip(range(len(work)), work, seeds, strict=True)
     with _kept_random_state(), _nothing_left_of_a_failed_backward():
         results = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=[zip(work, seeds, strict=True) for _ in chunks] if len(chunks) > 1 else zip(work, seeds, strict=True),
+            data_iterator=[numbered() for _ in chunks] if len(chunks) > 1 else numbered(),
             model=list(chunks),
             num_microbatches=len(work),
             seq_length=largest[1],

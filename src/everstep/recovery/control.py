@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from everstep import errors
 from everstep.errors import BadInput, CoordinatorLost, DeadlineExceeded, EverstepError, Fenced
+from everstep.node import page
 from everstep.recovery import wire
 from everstep.recovery.rendezvous import Announcement
 from everstep.recovery.view import Epoch, Kind, Record, View, Vote
@@ -203,6 +204,7 @@ class Control:
 
     def phase(self, step: int, phase: str, **detail: Any) -> None:
         self._main = threading.get_ident()
+        page.phase(step, phase)
         self._progress = {"type": "progress", "step": step, "phase": phase, "detail": detail}
         self._send(self._progress)
         self.on_phase(step, phase)
@@ -301,7 +303,7 @@ class Control:
                     continue
                 if message["type"] == "over":
                     self._refuse(message)
-                record = Record.from_json(message["record"])
+                record = Record.from_json(message["record"], self._records[-1] if self._records else None)
                 LOG.debug("record %d: %s of step %s, epoch %s, %s", record.number, record.kind, record.step, record.view.epoch, record.cause or "no cause")
                 if record.kind is Kind.BUILD:
                     self._last_build = record.number

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -60,6 +61,7 @@ class Listener:
     confirmed dead: rule 8), ``on_record`` for every record published, ``on_word(worker, number, word)`` when a rank answers an order
     of fault injection. ``injected(worker)``: whether it was struck by fault injection. ``on_leaving(worker, cause, whole_node)`` when a
     rank was told that it, or its machine, is about to be taken away. ``before_kill(worker, cause)``: it lives, and will be expelled and killed next.
+    ``on_connect(worker, pid, host)``: a process is there. ``on_agent(sock, hello)``: a node's agent said ``hello``; returns when that connection ends.
     """
 
     place: Callable[[str], tuple[int, int]]
@@ -70,6 +72,8 @@ class Listener:
     injected: Callable[[str], bool] = lambda worker: False
     on_leaving: Callable[[str, str, bool], None] = lambda worker, cause, whole_node: None
     before_kill: Callable[[str, str], None] = lambda worker, cause: None
+    on_connect: Callable[[str, int, str], None] = lambda worker, pid, host: None
+    on_agent: Callable[[socket.socket, dict[str, Any]], None] = lambda sock, hello: sock.close()
 
 
 class Desk:
@@ -81,7 +85,7 @@ class Desk:
         self.coordinator, self._log, self._events, self._listener, self._judge = coordinator, log, events, listener, judge
         self._changed = threading.Condition(threading.RLock())
         self._sessions: dict[str, Session] = {}
-        self._latest: dict[str, Any] | None = None  # the last view or commit, for a rank that connects later
+        self._latest: Record | None = None  # the last view or commit: what every rank that is connected has, and who connects later is told
         self._healing: frozenset[int] = frozenset()
         self._noted = 0  # the last step whose commit event is written already
         self.progress: dict[str, Progress] = {}
@@ -261,10 +265,10 @@ class Desk:
                     for finding in self.coordinator.take_findings():
                         self._events.emit("non_finite", step=finding.step, epoch=finding.epoch, **finding.fields())
                 for record in records:
-                    message = wire.Shared(type="record", record=record.to_json())
+                    message = wire.Shared(type="record", record=record.to_json(self._latest))
                     if record.kind is not Kind.BUILD:
                         self._log.write(record)
-                        self._latest = message
+                        self._latest = record
                     self._note(record)
                     for session in self._sessions.values():
                         session.put(message)
@@ -338,11 +342,12 @@ class Desk:
             if self._closed or worker in self.dead or worker in self._sessions:
                 return False
             if self._latest:
-                session.put(self._latest)
+                session.put({"type": "record", "record": self._latest.to_json()})
             self._sessions[worker] = session
             self.progress[worker] = Progress(now := time.monotonic(), now, pid=pid, host=host)
             self._changed.notify_all()
-            return True
+        self._listener.on_connect(worker, pid, host)
+        return True
 
     def receive(self, worker: str, message: dict[str, Any]) -> None:
         progress = self.progress[worker]

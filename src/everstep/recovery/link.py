@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from everstep.errors import DeadlineExceeded, LinkBroken
+from everstep.node.page import leave_out, noted
 from everstep.recovery.view import Record
 
 BUCKET_BYTES = 64 << 20
@@ -64,6 +65,7 @@ class Link:
         """Connect everybody now rather than in the first reduce."""
         self.sum([torch.ones(8, device=self._device)], stop, self._timeout_s)
 
+    @noted("sum")
     def sum(
         self, tensors: Sequence[torch.Tensor], stop: Callable[[], bool], timeout_s: float, issued: Callable[[], None] = lambda: None,
         in_place: bool = False,
@@ -98,6 +100,7 @@ class Link:
         """Every member's row, as ``gather_rows``, on the CPU."""
         return [r.cpu() for r in self.gather_rows(row, stop, timeout_s)]
 
+    @noted("gather")
     def gather_rows(self, row: torch.Tensor, stop: Callable[[], bool], timeout_s: float) -> list[torch.Tensor]:
         """Every member's row (1-D, of the same length everywhere), in the order of ``replicas``. Raises like sum()."""
         if self._alone():
@@ -113,6 +116,7 @@ class Link:
         self._held.clear()
         return rows
 
+    @noted("exchange")
     def exchange(self, parts: torch.Tensor, stop: Callable[[], bool], timeout_s: float) -> torch.Tensor:
         """``parts[i]`` goes to member i; returns what each member sent me, of the same shape. Raises like sum()."""
         if self._alone():
@@ -127,6 +131,7 @@ class Link:
         self._held.clear()
         return got
 
+    @noted("fold")
     def fold(
         self, like: Sequence[torch.Tensor], owners: Mapping[int, int], mine: Mapping[int, Sequence[torch.Tensor]], stop: Callable[[], bool],
         timeout_s: float, issued: Callable[[], None] = lambda: None,
@@ -285,6 +290,7 @@ class Links:
         name, replicas = record.view.link_id, record.view.replicas
 
         def run() -> None:
+            leave_out()
             try:
                 link = self._build(name, replicas)
                 link.warm(obsolete)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from everstep.errors import DeadlineExceeded, ReplicaBroken
+from everstep.node.page import noted
 
 _POLL_S = 0.0002
 
@@ -24,12 +25,17 @@ class ReplicaWorld:
     this replica."""
 
     def __init__(self, label: str, size: int, timeout_s: float, broken: Callable[[], bool]):
+        self.name = f"replica {label}"
         self.label, self.size, self._timeout_s, self._broken = label, size, timeout_s, broken
 
     def agree(self, values: tuple[int, ...], what: str) -> list[tuple[int, ...]]:
         """Every rank's values, in rank order. Raises ReplicaBroken if a rank of the replica is gone."""
         if self.size == 1:
             return [values]
+        return self._agree(values, what)
+
+    @noted("agree")
+    def _agree(self, values: tuple[int, ...], what: str) -> list[tuple[int, ...]]:
         mine = torch.tensor(values, dtype=torch.int64)
         everybody = [torch.empty_like(mine) for _ in range(self.size)]
         end = time.monotonic() + self._timeout_s

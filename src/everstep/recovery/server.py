@@ -62,7 +62,7 @@ class CoordinatorServer(Desk):
     ):
         super().__init__(coordinator, log, events, listener, judge)
         self._commits = log
-        self._heartbeat_s, self._judge_every_s, self._token = heartbeat_s, judge_every_s, token
+        self._heartbeat_s, self._judge_every_s, self.token = heartbeat_s, judge_every_s, token
         self._silence_s, self._build_timeout_s = silence_s, build_timeout_s
         self._build: tuple[str, float] = ("", 0.0)  # the link in construction and since when
         self._socket = socket.create_server((host, 0), backlog=256) if address is None else None
@@ -116,11 +116,14 @@ class CoordinatorServer(Desk):
         except (wire.Closed, TimeoutError, ValueError):
             sock.close()
             return
-        if not hmac.compare_digest(str(hello.get("token", "")), self._token):
+        if not hmac.compare_digest(str(hello.get("token", "")), self.token):
             sock.close()
             return
         sock.settimeout(None)
-        self.attend(sock, hello)
+        if "agent" in hello:
+            self._listener.on_agent(sock, hello)
+        else:
+            self.attend(sock, hello)
 
     def attend(self, sock: socket.socket, hello: dict[str, Any]) -> None:
         """Listen to a rank that introduced itself with ``hello`` until its connection ends."""

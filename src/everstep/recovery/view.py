@@ -6,8 +6,9 @@ in order, over one channel (docs/protocol.md, rule 6).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -183,30 +184,67 @@ class Record:
     cause: str = ""                     # view: why
     state: dict[str, Any] | None = None  # the recipe's state with which the run goes on after this step (JSON), if it gave one
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"view": view_to_json(self.view)}
+    def to_json(self, base: Record | None = None) -> dict[str, Any]:
+        """``base``: a record that the reader has. Of the view only what is not as there is said then: a run of many ranks would else name all
+        of them to each of them in every step."""
+        said = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name != "view"}
+        return said | {"view": _view_to_json(self.view, base.view if base else None), "base": base.number if base else None}
 
     @staticmethod
-    def from_json(d: dict[str, Any]) -> Record:
+    def from_json(d: dict[str, Any], base: Record | None = None) -> Record:
+        """ValueError if it was said with another ``base``."""
+        if d.get("base") is not None and (base is None or base.number != d["base"]):
+            raise ValueError(f"record {d['number']} is told by how it differs from record {d['base']}, and the last one here is {base and base.number}")
         return Record(
-            number=d["number"], kind=Kind(d["kind"]), view=view_from_json(d["view"]), step=d["step"],
+            number=d["number"], kind=Kind(d["kind"]), view=_view_from_json(d["view"], base.view if base and d.get("base") is not None else None), step=d["step"],
             epoch=Epoch(**d["epoch"]) if d["epoch"] else None, outcome=Outcome(d["outcome"]),
             samples=tuple(d["samples"]), dropped=tuple(d["dropped"]), divisor=d["divisor"], cause=d["cause"], state=d.get("state"),
         )
 
 
-def view_to_json(view: View) -> dict[str, Any]:
-    return asdict(view)
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else copy.deepcopy(value)
 
 
-def view_from_json(d: dict[str, Any]) -> View:
-    return View(
-        epoch=Epoch(**d["epoch"]),
-        members=tuple(Member(m["replica"], m["build"], tuple(m["workers"])) for m in d["members"]),
-        heals=tuple(Heal(**h) for h in d["heals"]), committed=d["committed"], link_id=d["link_id"], link_ready=d["link_ready"],
-        deal=Deal(d["deal"]["number"], tuple((r, b) for r, b in d["deal"]["lives"]), d["deal"]["shift"]), links=tuple(d["links"]),
-        quarantined=tuple(d["quarantined"]),
-    )
+def _differing(new: Any, old: Any) -> dict[str, Any]:
+    """The fields of one dataclass that are not as in another; of ``None`` all differ."""
+    values = ((f.name, getattr(new, f.name)) for f in fields(new))
+    return {name: value for name, value in values if old is None or value != getattr(old, name)}
+
+
+def _view_to_json(view: View, base: View | None) -> dict[str, Any]:
+    said = {name: _plain(value) for name, value in _differing(view, base).items()}
+    if base and "members" in said:
+        gone, come = set(base.members) - set(view.members), set(view.members) - set(base.members)
+        said["members"] = {"without": sorted(m.replica for m in gone), "with": [_plain(m) for m in view.members if m in come]}
+    if base and "deal" in said:  # its number changes with every step, and whom it is among seldom
+        said["deal"] = {name: _plain(value) for name, value in _differing(view.deal, base.deal).items()}
+    return said
+
+
+def _view_from_json(d: dict[str, Any], base: View | None) -> View:
+    found = {name: read(d[name]) for name, read in _READ.items() if name in d}
+    if "members" in d:
+        said = d["members"]
+        kept = [m for m in base.members if m.replica not in said["without"]] if base else []
+        found["members"] = tuple(sorted([*kept, *(_member(m) for m in (said["with"] if base else said))], key=lambda m: m.replica))
+    if "deal" in d:
+        deal: dict[str, Any] = {name: tuple((r, b) for r, b in value) if name == "lives" else value for name, value in d["deal"].items()}
+        found["deal"] = replace(base.deal, **deal) if base else Deal(**deal)
+    return replace(base, **found) if base else View(**found)
+
+
+def _member(said: dict[str, Any]) -> Member:
+    return Member(said["replica"], said["build"], tuple(said["workers"]))
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "epoch": lambda epoch: Epoch(**epoch),
+    "heals": lambda heals: tuple(Heal(**h) for h in heals),
+    "committed": int, "link_id": str, "link_ready": bool, "links": tuple, "quarantined": tuple,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
     RUN/diagnosis/step-000025-w4/
       summary.json            who, why; of every rank: place, step, phase, for how long; who is behind
-      w4.kernel.json          what the operating system says of the process and its threads (this machine only)
+      w4.kernel.json          what the operating system says of the process and its threads
+      w4.page.json            its progress page, and what it is stuck in by that (everstep.node.verdict)
       w4.stacks, w0.stacks    Python stacks of all threads
       w0.collectives.json     torch's flight recorder: the last collectives of NCCL or gloo, and which did not complete
 
 Stacks come by a signal that Python's ``faulthandler`` serves in C: also a process whose interpreter lock is stuck writes them. A stopped process
-(SIGSTOP) serves no signal; of it py-spy reads the stacks from outside, if it is installed. The flight recorder is asked for over
-the control channel, whose thread lives in a rank that merely hangs.
+(SIGSTOP) serves no signal; of it py-spy reads the stacks from outside, if it is installed. What is read from outside is read by the agent of its
+node (:mod:`everstep.cluster.agents`). The flight recorder is asked for over the control channel, whose thread lives in a rank that merely hangs.
 """
 
 from __future__ import annotations
@@ -18,11 +19,7 @@ import faulthandler
 import json
 import logging
 import os
-import shutil
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +31,7 @@ from everstep.telemetry.events import to_json
 LOG = logging.getLogger(__name__)
 SIGNAL = signal.SIGUSR2
 WAIT_S = 1.0        # for what ranks write; survivors do not wait for it
-PY_SPY_S = 5.0
+PY_SPY_S = 5.0       # for stacks that are read from outside
 HEAD_START_S = 0.05  # in which the signals are sent before the others are told to go on without the rank
 
 # -- in a worker -----------------------------------------------------------------------------------------------------------------------
@@ -65,14 +62,14 @@ def write_collectives(folder: str, worker: str) -> None:
 
 
 class Diagnosis:
-    """``send(worker, signal)`` delivers a signal; ``order(worker, message)`` sends a message over the control channel; ``processes()``:
-    worker -> (pid, host); ``stacks(worker)``: the file of its stacks; ``told(folder, worker)``: it is complete."""
+    """``send(worker, signal)`` delivers a signal; ``order(worker, message)`` sends a message over the control channel; ``examine(worker,
+    timeout_s, spy)``: what its node says of it (:meth:`everstep.cluster.agents.Agents.examine`); ``stacks(worker)``: the file of its stacks; ``told(folder, worker)``: it is complete."""
 
     def __init__(
         self, folder: Path, send: Callable[[str, int], None], order: Callable[[str, Mapping[str, Any]], bool],
-        processes: Callable[[], Mapping[str, tuple[int, str]]], stacks: Callable[[str], Path], told: Callable[[Path, str], None],
+        examine: Callable[[str, float, bool], Mapping[str, Any]], stacks: Callable[[str], Path], told: Callable[[Path, str], None],
     ):
-        self._folder, self._send, self._order, self._processes, self._stacks, self._told = folder, send, order, processes, stacks, told
+        self._folder, self._send, self._order, self._examine, self._stacks, self._told = folder, send, order, examine, stacks, told
         self._running: dict[str, threading.Thread] = {}
 
     def take(self, worker: str, cause: str, step: int, whereabouts: Mapping[str, Mapping[str, Any]]) -> None:
@@ -114,18 +111,14 @@ class Diagnosis:
                 if text and _after(self._stacks(each), size) == text and text.endswith("\n"):
                     (folder / f"{each}.stacks").write_text(text)
                     del owing[each]
-        pid, host = self._processes().get(worker, (0, ""))
-        spy = shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable))
-        if worker in owing and spy and host == socket.gethostname():
-            with contextlib.suppress(OSError, subprocess.SubprocessError):
-                done = subprocess.run([spy, "dump", "--pid", str(pid), "--nonblocking"], capture_output=True, text=True, timeout=PY_SPY_S)
-                if done.stdout:
-                    (folder / f"{worker}.stacks").write_text(done.stdout)
+        if worker in owing and (read := self._examine(worker, PY_SPY_S + 1.0, True).get("stacks")):
+            (folder / f"{worker}.stacks").write_text(read)
 
     def _outside(self, folder: Path, worker: str) -> None:
-        pid, host = self._processes().get(worker, (0, ""))
-        if pid and host == socket.gethostname():
-            (folder / f"{worker}.kernel.json").write_text(json.dumps(kernel_view(pid), indent=1))
+        found = dict(self._examine(worker, WAIT_S, False))
+        if kernel := found.pop("kernel", None):
+            (folder / f"{worker}.kernel.json").write_text(json.dumps(kernel, indent=1))
+        (folder / f"{worker}.page.json").write_text(to_json({key: found.get(key) for key in ("page", "says", "stuck", "missing")}))
 
 
 def behind(whereabouts: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -10,7 +10,7 @@ class EventKind:
     """One line of the registry: what the event means, who writes it, and the fields a reader may rely on."""
 
     meaning: str
-    by: str  # "lead" (the process that decides views and commits), "rank", or "both"
+    by: str  # "lead" (the process that decides views and commits), "rank", "agent", or "both"
     required: tuple[str, ...] = ()
     needs_step: bool = False
     needs_epoch: bool = False
@@ -292,6 +292,31 @@ EVENTS: dict[str, EventKind] = {
         "`evidence` of its node.",
         "replica rank failure_class evidence",
         step=True,
+    ),
+    "agent": _kind(
+        "both", "The agent of a `node` is up, down (it ended in order), or lost; `sees`: what it can read there. By the agent, and by the lead that hears it.",
+        "node state sees",
+    ),
+    "health": _kind(
+        "both",
+        "A node's agent found `what`; `severity`: warning, bad, or ok: it is not so any more. `failure_class` as of a failure, `device`: GPU, path or "
+        "interface concerned. By the agent at once, by the lead when it was told.",
+        "node failure_class severity what device",
+    ),
+    "stuck": _kind(
+        "both",
+        "A rank does not move, says the agent of its node: because of its `process`, its `device`, or a `collective` (`what`), `why`, for `for_s`. "
+        "`sure`: it cannot be slow work; `says`: its progress page.",
+        "node worker worker_pid replica rank what sure why for_s says",
+        step=True,
+    ),
+    "rank_end": _kind(
+        "agent", "The process of a rank ended; `says`: where it was, by its progress page.", "node worker worker_pid replica rank says", step=True,
+    ),
+    "quarantine": _kind(
+        "both",
+        "A `device` (UUID; NVML's `index`) of a node is sick and not used any more: `why`; `workers` on it leave.",
+        "node device index why workers",
     ),
     "diagnosis": _kind("lead", "Before a rank was killed, what all ranks were doing was written to `path`.", "replica rank path", step=True),
     # trouble that is no fault of a rank

@@ -212,10 +212,11 @@ class Verdict:
     evidence: tuple[str, ...]
 
 
-def classify(cause: str, pid: int | None, signs: Sequence[Sign], computing_again: bool = False) -> Verdict:
+def classify(cause: str, pid: int | None, signs: Sequence[Sign], computing_again: bool = False, stuck: str = "") -> Verdict:
     """Which class a death belongs to, and on what evidence.
 
-    ``cause``: of the ``death`` event. ``signs``: of its node, around that time. ``computing_again``: another process died of the same slot.
+    ``cause``: of the ``death`` event. ``signs``: of its node, around that time. ``computing_again``: another process died of the same slot. ``stuck``: in what it was, by the agent of its
+    node, before it was killed (:mod:`everstep.node.verdict`).
     Evidence of the node about this very process (the OOM killer names it) counts first, then bad signs of its hardware, then the cause.
     """
     named = [s for s in signs if pid is not None and re.search(rf"process {pid}\b", s.what)]
@@ -227,5 +228,7 @@ def classify(cause: str, pid: int | None, signs: Sequence[Sign], computing_again
         for kind in ("gpu", "host", "network", "dependency"):
             if bad := [s for s in signs if s.kind == kind and s.severity == "bad"]:
                 return Verdict(kind, (cause, *(f"{s.device + ': ' if s.device else ''}{s.what}" for s in bad[:5])))  # type: ignore[arg-type]
+    if stuck == "device":
+        return Verdict("gpu", (cause,))
     kind = next((kind for text, kind in _CAUSES if text in cause), "software")
     return Verdict(kind, (cause,))  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ from typing import Any
 
 from everstep.cluster.processes import pid_runs
 from everstep.run_dir import open_run_dir
+from everstep.telemetry import node_states
 from everstep.telemetry.events import Epoch, Event, epoch_key, read_events
 
 PULSE_S = 1.0
@@ -90,6 +91,7 @@ class RunStatus:
     spares: list[str] = field(default_factory=list)
     engines: list[str] = field(default_factory=list)   # rollout engines with processes of their own
     unavailable: list[Unavailable] = field(default_factory=list)
+    nodes: list[node_states.NodeStatus] = field(default_factory=list)
     fresh: bool = False      # a pulse of the living lead was used
     dashboard: str = ""      # address, while the run serves one
 
@@ -129,8 +131,10 @@ def fold(
     lives: dict[int, str] = {}
     ready: list[str] = []
     lead = events[first]
+    nodes = node_states.Nodes()
     for event in events[first:]:
         result.updated = max(result.updated, event.t_wall)
+        nodes.take(event)
         replica = event.get("replica")
         match event.event:
             case "run_start":
@@ -199,6 +203,7 @@ def fold(
     result.spares = [worker for worker in warm if not worker.startswith("e")]
     result.engines = [worker for worker in warm if worker.startswith("e")]
     result.unavailable = [out[replica] for replica in sorted(out)]
+    result.nodes = nodes.now
     _overlay(result, pulse, lead, now, here and lead.host == socket.gethostname())
     return result
 
@@ -308,6 +313,7 @@ def describe(state: RunStatus, now: float | None = None) -> Any:
     lines.append(Text(f"spares: {', '.join(state.spares) or 'none'}"))
     if state.engines:
         lines.append(Text(f"rollout engines: {', '.join(state.engines)}"))
+    lines += [Text(line) for node in state.nodes for line in node_states.describe(node)]
     for lost in state.unavailable:
         lines.append(Text(f"replica {lost.replica} is out for {_ago(now - lost.since)}, since step {lost.step}: rank {lost.replica}/{lost.rank}: "
                           f"{lost.cause}; waits for {lost.waits_for}"))

@@ -1,0 +1,247 @@
+"""The agent: one process of each node, which looks at its ranks and its machine, whoever else still lives.
+
+What it finds goes to an event file of its own, ``RUN/events/agent-NODE.jsonl``, and to the coordinator, which may be gone for a while; then it is
+told later (:mod:`everstep.node.channel`).
+
+It decides one thing: that a device is sick, and must not be used any more (*quarantine*). Nobody else can know, and nothing is undone by it:
+that the ranks on it leave, when, and who takes their places, the lead decides. Everything else that a finding may lead to is decided where it was
+decided before: who is expelled, by the coordinator; which process is started in which place, by ``everstep.cluster.refill`` (by torchrun, without
+Ray). An agent that killed or started ranks as well could undo their decisions; so it does neither. Its own death harms nobody: whoever started it
+starts another one (:mod:`everstep.cluster.agents`), and ranks do not know of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from everstep.cluster.processes import ProcessWatch, pid_runs
+from everstep.errors import BadInput
+from everstep.node.page import Reading, View
+from everstep.node.senses import News, Senses
+from everstep.node.verdict import Stuck, explain, surely_stuck
+from everstep.telemetry.diagnosis import PY_SPY_S, kernel_view
+from everstep.telemetry.health import Sign
+
+_LINES = 2000      # of stacks that are sent
+_RECENT_S = 120.0  # what passed so long ago at most is evidence of a death
+
+
+@dataclass(frozen=True)
+class AgentSpec:
+    """What an agent process needs to start; JSON. ``coordinator``: (host, port), with ``token``. ``lost_s``: without a coordinator, and without a
+    rank that lives, it ends at once; with ranks that live, after so many seconds."""
+
+    node: str
+    run_dir: str
+    attempt: int
+    coordinator: tuple[str, int]
+    token: str
+    every_s: float
+    stuck_after_s: float
+    suspect_s: float
+    lost_s: float
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def load(text: str) -> AgentSpec:
+        """Raises BadInput."""
+        try:
+            read = json.loads(text)
+            return AgentSpec(**(read | {"coordinator": (str(read["coordinator"][0]), int(read["coordinator"][1]))}))
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise BadInput(f"an agent is started with its specification on its standard input ({type(error).__name__}: {error})") from error
+
+
+@dataclass
+class _Rank:
+    pid: int
+    view: View | None = None
+    last: Reading | None = None
+    ended: bool = False
+    stuck: Stuck | None = None  # by the last look while it lived
+    told: set[tuple[str, bool]] = field(default_factory=set)  # what was said of it, while that is so
+
+
+class NodeWatch:
+    """Ranks and machine of this node. ``tell(event, **fields)``: something was found; called on any thread, must not wait.
+
+    ``stuck_after_s``, ``suspect_s``: see :mod:`everstep.node.verdict`.
+    """
+
+    def __init__(self, node: str, senses: Senses, tell: Callable[..., None], stuck_after_s: float, suspect_s: float):
+        self.node, self._senses, self._tell, self._stuck_after_s, self._suspect_s = node, senses, tell, stuck_after_s, suspect_s
+        self._ranks: dict[str, _Rank] = {}
+        self._lock = threading.Lock()
+        self._looking = threading.Lock()
+        self._over = False
+        self._processes = ProcessWatch(self._ended)
+        self.quarantined: dict[str, str] = {}  # UUID -> why
+
+    def add(self, worker: str, pid: int) -> None:
+        """Watch a rank from now on. Idempotent."""
+        with self._lock:
+            known = self._ranks.get(worker)
+            if known and known.pid == pid:
+                return
+            self._ranks[worker] = _Rank(pid)
+        self._senses.oom.watch(pid)
+        self._processes.add(worker, pid)
+
+    def forget(self, worker: str) -> None:
+        """It ends, and that is no news."""
+        with self._lock:
+            if rank := self._ranks.get(worker):
+                rank.ended = True
+
+    @property
+    def somebody_lives(self) -> bool:
+        with self._lock:
+            ranks = list(self._ranks.values())
+        return any(pid_runs(rank.pid) for rank in ranks)
+
+    def over(self) -> None:
+        """The run is over: what ends from now on is no news."""
+        self._over = True
+
+    def close(self) -> None:
+        self._over = True
+        self._processes.close()
+        self._senses.close()
+
+    def round(self) -> None:
+        """One look at everything."""
+        with self._looking:
+            self._look_at_ranks()
+            self._news(self._senses.look())
+
+    def examine(self, worker: str, pid: int, spy: bool) -> dict[str, Any]:
+        """All that can be said now of a rank and of its machine, for somebody who asks. ``spy``: with its Python stacks, read from outside."""
+        with self._lock:
+            rank = self._ranks.get(worker) or _Rank(pid)
+        self.round()  # the kernel may have written since
+        now, reading = time.monotonic(), _reading(rank)
+        found: dict[str, Any] = {"node": self.node, "signs": [asdict(sign) for sign in self._senses.recent(_RECENT_S)], "kernel": kernel_view(pid)}
+        found["page"] = reading.as_json(now) if reading else None
+        found["says"] = reading.says(now) if reading else ""
+        if reading and not rank.ended:
+            rank.stuck = explain(reading, *_state(pid), now, self._stuck_after_s, 0.0)
+        found["stuck"] = asdict(rank.stuck) if rank.stuck else None
+        found["stacks"] = stacks(pid) if spy else ""
+        return found
+
+    # -- ranks -------------------------------------------------------------------------------------------------------------------------
+
+    def _look_at_ranks(self) -> None:
+        with self._lock:
+            ranks = [(worker, rank) for worker, rank in self._ranks.items() if not rank.ended]
+        now = time.monotonic()
+        for worker, rank in ranks:
+            reading = _reading(rank)
+            if reading is None:
+                continue
+            state, waits_in = _state(rank.pid)
+            if not state or state in "ZX":
+                continue  # its end is told by its pidfd
+            stuck = explain(reading, state, waits_in, now, self._stuck_after_s, self._suspect_s)
+            seen: set[tuple[str, bool]] = {(stuck.what, stuck.sure)} if stuck else set()
+            if stuck and not seen <= rank.told:
+                self._stuck(worker, rank.pid, reading, stuck)
+            rank.told, rank.stuck = seen, stuck
+
+    def _stuck(self, worker: str, pid: int, reading: Reading, stuck: Stuck) -> None:
+        at = reading.where
+        self._tell("stuck", step=at.step, node=self.node, worker=worker, worker_pid=pid, replica=at.replica, rank=at.rank, what=stuck.what,
+                   sure=stuck.sure, why=stuck.why, for_s=round(stuck.for_s, 3), says=reading.says(time.monotonic()))
+
+    def _ended(self, worker: str) -> None:
+        with self._lock:
+            rank = self._ranks.get(worker)
+        if rank is None or self._over:
+            return
+        reading, now = _reading(rank), time.monotonic()
+        expected, rank.ended = rank.ended, True
+        if not expected:
+            at = reading.where if reading else None
+            self._tell("rank_end", step=at.step if at else 0, node=self.node, worker=worker, worker_pid=rank.pid, replica=at.replica if at else -1,
+                       rank=at.rank if at else -1, says=reading.says(now) if reading else "its page had not been opened yet")
+
+    # -- the machine ---------------------------------------------------------------------------------------------------------------------
+
+    def _news(self, news: News) -> None:
+        for sign in news.new:
+            self._health(sign, sign.severity)
+        for sign in news.over:
+            self._health(sign, "ok")
+        for gpu, sign in news.sick:
+            with self._lock:
+                on_it = sorted(w for w, rank in self._ranks.items() if (seen := _reading(rank)) and seen.name == gpu.uuid)
+            self.quarantined[gpu.uuid] = sign.what
+            self._tell("quarantine", node=self.node, device=gpu.uuid, index=gpu.index, why=sign.what, workers=on_it)
+
+    def _health(self, sign: Sign, severity: str) -> None:
+        self._tell("health", node=self.node, failure_class=sign.kind, severity=severity, what=sign.what, device=sign.device)
+
+
+def _reading(rank: _Rank) -> Reading | None:
+    """What its page says; once the process is gone, what it said last."""
+    if rank.view is None and not rank.ended:
+        rank.view = View.of(rank.pid)
+    return rank.view.read() if rank.view else None
+
+
+def _state(pid: int) -> tuple[str, str]:
+    """(letter of its state, where its main thread waits in the kernel); ("", "") if it is gone."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (OSError, IndexError):
+        return "", ""
+    with contextlib.suppress(OSError):
+        return state, Path(f"/proc/{pid}/wchan").read_text().strip().strip("0")
+    return state, ""
+
+
+def stacks(pid: int) -> str:
+    """Python stacks of a process of this machine, by py-spy; empty where that is not installed or not permitted."""
+    spy = shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable))
+    if spy:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run([spy, "dump", "--pid", str(pid), "--nonblocking"], capture_output=True, text=True, timeout=PY_SPY_S)
+            return "".join(done.stdout.splitlines(keepends=True)[:_LINES])
+    return ""
+
+
+def look_at(pid: int) -> dict[str, Any]:
+    """As :meth:`NodeWatch.examine`, of a process of this machine and without an agent's memory of it."""
+    view, now = View.of(pid), time.monotonic()
+    reading = view.read() if view else None
+    stuck = surely_stuck(reading, *_state(pid), now, 1.0) or explain(reading, *_state(pid), now, 1.0, 0.0) if reading else None
+    return {"kernel": kernel_view(pid), "page": reading.as_json(now) if reading else None, "says": reading.says(now) if reading else "",
+            "stuck": asdict(stuck) if stuck else None}
+
+
+def round_cost_s(pids: list[int], folder: str, rounds: int = 20) -> float:
+    """Seconds of CPU that one round takes here, with these ranks."""
+    watch = NodeWatch("cost", Senses.of_this_machine([folder]), lambda event, **fields: None, 10.0, 120.0)
+    try:
+        for number, pid in enumerate(pids):
+            watch.add(f"w{number}", pid)
+        watch.round()
+        begun = time.thread_time()
+        for _ in range(rounds):
+            watch.round()
+        return (time.thread_time() - begun) / rounds
+    finally:
+        watch.close()

@@ -1,0 +1,47 @@
+"""Collectives among the ranks of a replica, as Megatron issues them through ``torch.distributed``, noted on the page.
+
+The functions of the module are wrapped, for Megatron calls them by their module. A call that is not asynchronous is done when it returns; on
+CUDA that means: handed to the device, whose heartbeat and NCCL's flight recorder say the rest. An asynchronous one is only handed over.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from everstep.node import page
+
+OPERATIONS = (
+    "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "barrier", "send", "recv",
+    "isend", "irecv", "batch_isend_irecv", "all_gather_object", "broadcast_object_list", "gather_object", "reduce", "scatter",
+)
+
+
+def note_collectives() -> None:
+    """In this process, from now on. Idempotent."""
+    for name in OPERATIONS:
+        plain = getattr(c10d, name)
+        if not hasattr(plain, "noted"):
+            wrapped = _noted(name, plain)
+            setattr(c10d, name, wrapped)
+            setattr(dist, name, wrapped)
+
+
+def _noted(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    asynchronous = name in ("isend", "irecv", "batch_isend_irecv")
+
+    @functools.wraps(plain)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with page.collective(name, _name_of(kwargs.get("group")), asynchronous or bool(kwargs.get("async_op"))):
+            return plain(*args, **kwargs)
+
+    run.noted = True  # type: ignore[attr-defined]
+    return run
+
+
+def _name_of(group: Any) -> str:
+    return getattr(group, "group_desc", "") or getattr(group, "group_name", "") or "the replica"

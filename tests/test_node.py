@@ -25,7 +25,7 @@ from everstep.cluster.agents import Agents, Keeper, agent_spec
 from everstep.config.load import load_config
 from everstep.node import page
 from everstep.node.agent import AgentSpec, NodeWatch, round_cost_s
-from everstep.node.beat import ASK_S, Cuda, Heart
+from everstep.node.beat import ASK_S, Cuda, Heart, name_of
 from everstep.node.channel import ANOTHER, spawn
 from everstep.node.page import HANDED_OVER, Page, View
 from everstep.node.senses import KernelLog, Links, OutOfMemory, Senses, gpus
@@ -34,7 +34,7 @@ from everstep.recovery import rendezvous
 from everstep.recovery.desk import Listener
 from everstep.run_dir import RunDir
 from everstep.telemetry.events import EventLog, read_events
-from everstep.telemetry.health import Sign, classify
+from everstep.telemetry.health import Sign, classify, load_nvml
 
 #: A rank as the agent sees one: a process with a page that ticks. What it does then is told on its command line.
 RANK = """
@@ -296,6 +296,8 @@ def test_a_kernel_that_spins_on_a_real_gpu(monkeypatch) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     device = torch.device("cuda", 0)
+    nvml = load_nvml()
+    assert nvml and name_of(device) in {gpu.uuid for gpu in gpus(nvml)}, "the agent must know whose device it is"
     mine, view = Page("w0", "GPU"), View.of(os.getpid())
     assert view
     heart = Heart(mine, Cuda(device))
@@ -425,6 +427,7 @@ def test_what_an_application_does_wrong_is_no_fault_of_the_device() -> None:
     assert [(f["what"], f["severity"]) for f in told.of("health")[3:]] == [("slowed down by heat", "ok")], "cooler, but hot still: told already"
     assert told.of("quarantine") == []
     watch.close()
+    assert nvml.open == 0
 
 
 def test_every_further_name_of_nvml_exists_in_the_real_one() -> None:

@@ -158,7 +158,8 @@ class _Agent:
                 while True:
                     self._obey(wire.receive(sock))
             except (wire.Closed, KeyError, ValueError, TypeError) as error:
-                LOG.warning("the coordinator is gone: %s", error)
+                if not self._over.is_set():
+                    LOG.warning("the coordinator is gone: %s", error)
             finally:
                 with self._lock:
                     self._socket, self._lost_since = None, time.monotonic()

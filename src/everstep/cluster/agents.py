@@ -118,6 +118,12 @@ class Agents:
         if session:
             session.put({"type": "watch", "worker": worker, "pid": pid})
 
+    def died(self, worker: str) -> None:
+        """An agent that is started from now on is not told to watch it: its number may be another process's."""
+        with self._lock:
+            for pids in self._ranks.values():
+                pids.pop(worker, None)
+
     # -- questions ---------------------------------------------------------------------------------------------------------------------
 
     def examine(self, node: str, worker: str, pid: int, timeout_s: float, spy: bool = False) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from typing import Any
 
 from everstep.cluster.processes import ProcessWatch, pid_runs
 from everstep.errors import BadInput
-from everstep.node.page import Reading, View
+from everstep.node.page import Reading, View, Where
 from everstep.node.senses import News, Senses
 from everstep.node.verdict import Stuck, explain, surely_stuck
 from everstep.telemetry.diagnosis import PY_SPY_S, kernel_view
@@ -72,7 +72,12 @@ class _Rank:
     last: Reading | None = None
     ended: bool = False
     stuck: Stuck | None = None  # by the last look while it lived
+    tick: float = 0.0           # at that look
     told: set[tuple[str, bool]] = field(default_factory=set)  # what was said of it, while that is so
+
+    def has_not_moved(self, reading: Reading) -> bool:
+        """Whether its process was surely stuck, and is so still. What the kernel says of one that is being killed is no better reason."""
+        return self.stuck is not None and self.stuck.sure and self.stuck.what == "process" and reading.tick == self.tick
 
 
 class NodeWatch:
@@ -99,12 +104,6 @@ class NodeWatch:
             self._ranks[worker] = _Rank(pid)
         self._senses.oom.watch(pid)
         self._processes.add(worker, pid)
-
-    def forget(self, worker: str) -> None:
-        """It ends, and that is no news."""
-        with self._lock:
-            if rank := self._ranks.get(worker):
-                rank.ended = True
 
     @property
     def somebody_lives(self) -> bool:
@@ -136,7 +135,7 @@ class NodeWatch:
         found: dict[str, Any] = {"node": self.node, "signs": [asdict(sign) for sign in self._senses.recent(_RECENT_S)], "kernel": kernel_view(pid)}
         found["page"] = reading.as_json(now) if reading else None
         found["says"] = reading.says(now) if reading else ""
-        if reading and not rank.ended:
+        if reading and not rank.ended and not rank.has_not_moved(reading):
             rank.stuck = explain(reading, *_state(pid), now, self._stuck_after_s, 0.0)
         found["stuck"] = asdict(rank.stuck) if rank.stuck else None
         found["stacks"] = stacks(pid) if spy else ""
@@ -150,7 +149,7 @@ class NodeWatch:
         now = time.monotonic()
         for worker, rank in ranks:
             reading = _reading(rank)
-            if reading is None:
+            if reading is None or rank.has_not_moved(reading):
                 continue
             state, waits_in = _state(rank.pid)
             if not state or state in "ZX":
@@ -159,7 +158,7 @@ class NodeWatch:
             seen: set[tuple[str, bool]] = {(stuck.what, stuck.sure)} if stuck else set()
             if stuck and not seen <= rank.told:
                 self._stuck(worker, rank.pid, reading, stuck)
-            rank.told, rank.stuck = seen, stuck
+            rank.told, rank.stuck, rank.tick = seen, stuck, reading.tick
 
     def _stuck(self, worker: str, pid: int, reading: Reading, stuck: Stuck) -> None:
         at = reading.where
@@ -172,11 +171,10 @@ class NodeWatch:
         if rank is None or self._over:
             return
         reading, now = _reading(rank), time.monotonic()
-        expected, rank.ended = rank.ended, True
-        if not expected:
-            at = reading.where if reading else None
-            self._tell("rank_end", step=at.step if at else 0, node=self.node, worker=worker, worker_pid=rank.pid, replica=at.replica if at else -1,
-                       rank=at.rank if at else -1, says=reading.says(now) if reading else "its page had not been opened yet")
+        rank.ended = True
+        at = reading.where if reading else Where()
+        self._tell("rank_end", step=at.step, node=self.node, worker=worker, worker_pid=rank.pid, replica=at.replica, rank=at.rank,
+                   says=reading.says(now) if reading else "it had no page, or it was not opened yet")
 
     # -- the machine ---------------------------------------------------------------------------------------------------------------------
 

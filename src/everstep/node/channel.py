@@ -34,6 +34,7 @@ LOG = logging.getLogger(__name__)
 ANOTHER = 3          # exit status: this node has an agent for the run already
 _CONNECT_S = 5.0
 _SEND_S = 2
+_FIRST_S = 15.0      # for the coordinator to be there at the start: it is it who wanted an agent
 _RETRY_S = 0.2
 _KEPT = 1000         # findings that wait for a coordinator
 
@@ -108,7 +109,7 @@ class _Agent:
         if since is None:
             return False
         lost_s = time.monotonic() - since
-        return lost_s > self._spec.lost_s or (heard and lost_s > 2 * _RETRY_S and not self._watch.somebody_lives)
+        return lost_s > (self._spec.lost_s if heard else _FIRST_S) or (heard and lost_s > 2 * _RETRY_S and not self._watch.somebody_lives)
 
     # -- what is found -----------------------------------------------------------------------------------------------------------------
 
@@ -183,8 +184,6 @@ class _Agent:
         match order["type"]:
             case "watch":
                 self._watch.add(str(order["worker"]), int(order["pid"]))
-            case "forget":
-                self._watch.forget(str(order["worker"]))
             case "examine":  # on a thread: py-spy takes its time
                 threading.Thread(target=self._examine, args=(order,), name="agent-examines", daemon=True).start()
             case "over":

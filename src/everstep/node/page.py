@@ -44,6 +44,7 @@ _SUM = struct.Struct("<I")
 _PLACE_BYTES = 256
 _PARTS = {"where": (512, _WHERE), "collective": (1024, _COLLECTIVE), "tick": (1536, _TICK), "device": (2048, _DEVICE)}
 HANDED_OVER = -1.0
+ENDS = "ends"  # the phase of a process that ends in order
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,10 @@ class Page:
     def phase(self, step: int, phase: str) -> None:
         self._step, self._phase, self._of = step, phase.encode(), 0
         self._where(-1)
+
+    def ends(self) -> None:
+        """The process is about to end in order."""
+        self.phase(self._step, ENDS)
 
     def micro_batch(self, index: int, count: int) -> None:
         """Micro-batch ``index`` of ``count`` (from 0) is begun."""

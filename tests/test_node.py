@@ -293,6 +293,23 @@ def test_a_stuck_kernel_is_told_from_a_stuck_device_and_from_a_stuck_process(mon
     mine.close()
 
 
+def test_nobody_is_stuck_because_the_machine_is(monkeypatch) -> None:
+    """The agent got no CPU itself: its ranks are given as much more time, for as long as that matters."""
+    watch = NodeWatch("here", Senses(kernel=Quiet()), Told(), 1.0, 600.0)
+    watch.excuse(0.01)
+    assert watch._after_s == 1.0
+    watch.excuse(2.0)
+    watch.excuse(0.5)
+    assert watch._after_s == 3.5
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 2.0)
+    assert watch._after_s == 3.5
+    monkeypatch.setattr(time, "monotonic", lambda: now + 3.1)
+    assert watch._after_s == 1.0
+    monkeypatch.undo()
+    watch.close()
+
+
 @pytest.mark.gpu
 def test_a_kernel_that_spins_on_a_real_gpu(monkeypatch) -> None:
     if not torch.cuda.is_available():

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ from everstep.telemetry.diagnosis import PY_SPY_S, kernel_view
 from everstep.telemetry.health import Sign
 
 _LINES = 2000      # of stacks that are sent
+_LATE_S = 0.05     # is usual on a busy machine
 _RECENT_S = 120.0  # what passed so long ago at most is evidence of a death
 
 
@@ -92,6 +94,7 @@ class NodeWatch:
         self._lock = threading.Lock()
         self._looking = threading.Lock()
         self._over = False
+        self._excused: deque[tuple[float, float]] = deque()  # when, and for how long the agent got no CPU
         self._processes = ProcessWatch(self._ended)
         self.quarantined: dict[str, str] = {}  # UUID -> why
 
@@ -126,6 +129,18 @@ class NodeWatch:
             self._look_at_ranks()
             self._news(self._senses.look())
 
+    def excuse(self, late_s: float) -> None:
+        """The agent itself got no CPU for so long: neither may its ranks have got any. For as long as it takes to call one stuck."""
+        if late_s > _LATE_S:
+            self._excused.append((time.monotonic(), late_s))
+
+    @property
+    def _after_s(self) -> float:
+        now = time.monotonic()
+        while self._excused and now - self._excused[0][0] > self._stuck_after_s + self._excused[0][1]:
+            self._excused.popleft()
+        return self._stuck_after_s + sum(late_s for _, late_s in self._excused)
+
     def examine(self, worker: str, pid: int, spy: bool) -> dict[str, Any]:
         """All that can be said now of a rank and of its machine, for somebody who asks. ``spy``: with its Python stacks, read from outside."""
         with self._lock:
@@ -136,7 +151,7 @@ class NodeWatch:
         found["page"] = reading.as_json(now) if reading else None
         found["says"] = reading.says(now) if reading else ""
         if reading and not rank.ended and not rank.has_not_moved(reading):
-            rank.stuck = explain(reading, *_state(pid), now, self._stuck_after_s, 0.0)
+            rank.stuck = explain(reading, *_state(pid), now, self._after_s, 0.0)
         found["stuck"] = asdict(rank.stuck) if rank.stuck else None
         found["stacks"] = stacks(pid) if spy else ""
         return found
@@ -154,7 +169,7 @@ class NodeWatch:
             state, waits_in = _state(rank.pid)
             if not state or state in "ZX":
                 continue  # its end is told by its pidfd
-            stuck = explain(reading, state, waits_in, now, self._stuck_after_s, self._suspect_s)
+            stuck = explain(reading, state, waits_in, now, self._after_s, self._suspect_s)
             seen: set[tuple[str, bool]] = {(stuck.what, stuck.sure)} if stuck else set()
             if stuck and not seen <= rank.told:
                 self._stuck(worker, rank.pid, reading, stuck)

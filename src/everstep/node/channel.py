@@ -89,7 +89,9 @@ class _Agent:
             self._watch.round()
             self._beat()
             heard = heard or self._lost_since is None
+            began = time.monotonic()
             self._over.wait(self._spec.every_s)
+            self._watch.excuse(time.monotonic() - began - self._spec.every_s)
             if self._is_alone(heard):
                 return
 

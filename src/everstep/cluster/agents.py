@@ -28,6 +28,7 @@ from everstep.telemetry.health import look
 LOG = logging.getLogger(__name__)
 EXAMINE_S = 2.0  # for an agent to say what it knows of a death
 _SILENT_ROUNDS, _SILENT_S = 5, 10.0  # an agent of which nothing was heard for so many rounds and seconds is frozen
+_LEAVE_S = 1.0
 _BACKOFF_S = 1.0
 _LONGEST_S = 30.0
 _TOLD = ("health", "stuck", "quarantine", "rank_end")
@@ -68,6 +69,7 @@ class Keeper:
 class _Session:
     def __init__(self, node: str, sock: socket.socket):
         self.node, self._sock, self._lock = node, sock, threading.Lock()
+        self.ended = threading.Event()
 
     def put(self, message: dict[str, Any]) -> None:
         with self._lock, contextlib.suppress(wire.Closed):  # its end is seen where it is listened to
@@ -101,7 +103,7 @@ class Agents:
         self._closed = False
 
     def close(self) -> None:
-        """They are told that the run is over, and end."""
+        """They are told that the run is over, and end; that is waited for, a moment."""
         with self._lock:
             self._closed = True
             sessions, keepers = list(self._sessions.values()), list(self._keepers.values())
@@ -109,6 +111,9 @@ class Agents:
             keeper.close()
         for session in sessions:
             session.put({"type": "over"})
+        end = time.monotonic() + _LEAVE_S
+        for session in sessions:
+            session.ended.wait(max(0.0, end - time.monotonic()))
             session.close()
 
     # -- ranks -------------------------------------------------------------------------------------------------------------------------
@@ -185,6 +190,7 @@ class Agents:
             pass
         finally:
             sock.close()
+            session.ended.set()
             with self._lock:
                 ours = self._sessions.get(node) is session
                 if ours:

@@ -98,12 +98,12 @@ class _Agent:
     def close(self) -> None:
         self._over.set()
         self._watch.close()
-        with self._lock:
-            if self._socket:
-                self._socket.close()
         with contextlib.suppress(ValueError, OSError):
             self._events.emit("agent", node=self._spec.node, state="down", sees=self._sees)
         self._events.close()
+        with self._lock:  # last: the lead waits for it, and then nothing of this run is open here any more
+            if self._socket:
+                self._socket.close()
 
     def _is_alone(self, heard: bool) -> bool:
         """Without a coordinator, and with nobody to look at or for too long: nothing comes of this any more."""
@@ -163,10 +163,11 @@ class _Agent:
             except (wire.Closed, KeyError, ValueError, TypeError) as error:
                 if not self._over.is_set():
                     LOG.warning("the coordinator is gone: %s", error)
-            finally:
-                with self._lock:
-                    self._socket, self._lost_since = None, time.monotonic()
-                sock.close()
+            if self._over.is_set():
+                return  # the connection ends with this process's work
+            with self._lock:
+                self._socket, self._lost_since = None, time.monotonic()
+            sock.close()
 
     def _connect(self) -> socket.socket:
         found = rendezvous.find(Path(self._spec.run_dir))

@@ -74,7 +74,7 @@ class Talkers:
         for worker, sock in self._sockets.items():
             for phase in PHASES:
                 wire.send(sock, {"type": "progress", "step": step, "phase": phase, "detail": {}})
-            vote = {"worker": worker, "step": step, "epoch": epoch, "digest": self._position[worker], "divisor": float(slots), "spoiled": [],
+            vote = {"worker": worker, "step": step, "epoch": epoch, "digest": self._position[worker], "divisor": float(slots), "spoiled": [], "reruns": [],
                     "grad_norm_bits": 1, "finite": True, "healed": True, "slots": list(range(slots))}
             wire.send(sock, {"type": "vote", "vote": vote})
         sent = time.monotonic()
@@ -116,7 +116,9 @@ class Talkers:
                     if message["type"] == "record":
                         record = message["record"]
                         if record["base"] is not None:  # told by how it differs from the last view or commit
-                            record["view"] = self._bases[worker] | record["view"]
+                            view = record["view"] = (base := self._bases[worker]) | record["view"]
+                            if isinstance(new := view["members"], dict):
+                                view["members"] = [m for m in base["members"] if m["replica"] not in new["without"]] + new["with"]
                         if record["kind"] != Kind.BUILD:
                             self._bases[worker] = record["view"]
                         self._last[worker] = record

@@ -32,6 +32,8 @@ never: Callable[[], bool] = lambda: False
 
 
 class _State:
+    island = False
+
     def __init__(self, nbytes: int, value: float, version: int | None):
         self.version = version
         self._tensors = {"state": torch.full((nbytes // 4,), value)}
@@ -75,9 +77,9 @@ def gloo(rank: int, store: dist.Store, name: str, tensor: torch.Tensor, nbytes: 
     for piece in tensor.view(torch.uint8).split(heal.PIECE_BYTES):
         if rank == 0:
             xxhash.xxh3_64_intdigest(host_bytes(piece))
-            group.send([piece], 1, 0).wait()
+            group.send([piece], 1, 0).wait()  # type: ignore[attr-defined]
         else:
-            group.recv([piece], 0, 0).wait()
+            group.recv([piece], 0, 0).wait()  # type: ignore[attr-defined]
             xxhash.xxh3_64_intdigest(host_bytes(piece))
 
 

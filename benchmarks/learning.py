@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.circumstances import circumstances
 from everstep.cluster.forked import ForkedHost
@@ -167,9 +168,10 @@ def draw(curves: Sequence[Curve], out: Path) -> None:
     FigureCanvasAgg(figure)
     for place, name in enumerate(names, 1):
         axes = figure.add_subplot(1, len(names), place)
-        for killed, style, label in (
+        styles: tuple[tuple[bool, dict[str, Any], str], ...] = (
             (False, {"color": "tab:blue", "linewidth": 4, "alpha": 0.45}, "undisturbed"), (True, {"color": "tab:red", "linewidth": 1, "marker": "."}, "with kills"),
-        ):  # fmt: skip
+        )  # fmt: skip
+        for killed, style, label in styles:
             for number, curve in enumerate(c for c in curves if c.algorithm == name and bool(c.killed) == killed):
                 axes.plot(*zip(*curve.accuracy, strict=True), **style, label=None if number else label)
         axes.set(title=name, xlabel="iteration", ylabel="accuracy on held-out prompts", ylim=(0, 1.02))

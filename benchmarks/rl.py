@@ -396,7 +396,7 @@ def prepare(folder: Path, shape: str, options: argparse.Namespace, device: str) 
         "folder": str(folder), "model": str(model), "data": str(data), "device": device, "prompts": options.prompts, "samples": options.samples,
         "response": options.response, "micro": options.micro, "vllm_memory": options.vllm_memory, "engines": options.engines, "config": str(folder / "grpo.yaml"),
     }
-    everstep = {
+    everstep: dict[str, Any] = {
         "recipe": "grpo", "run_dir": str(folder / "run"), "device": device, "seed": 0,
         "model": {"path": str(model), "dtype": "bfloat16" if device == "cuda" else "float32"}, "layout": {"replicas": 1}, "engine": {"deterministic": False},
         "optimizer": {"lr": 1e-6}, "train": {"micro_batch_size": options.micro},

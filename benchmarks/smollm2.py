@@ -28,6 +28,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from benchmarks.circumstances import circumstances
 from everstep.data.source import Record, load_records
@@ -47,14 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
     folder = Path(args.runs or tempfile.mkdtemp(prefix="everstep-smollm2-"))
     folder.mkdir(parents=True, exist_ok=True)
-    iterations, train, held_out = (4, 64, 8) if args.quick else (50, 2000, 256)
+    iterations, questions, held_out = (4, 64, 8) if args.quick else (50, 2000, 256)
     iterations = next((int(o.partition("=")[2]) for o in args.overrides if o.startswith("rl.iterations=")), iterations)
     kill = max(3, int(iterations * args.kill_at))
     run = folder / "run"
     source = lambda split, count: json.dumps({"split": split, "count": count})
     overrides = [
         *settings(args.quick), f"model.path={args.model}", f"rl.iterations={iterations}", f"rollout.eval_samples={held_out}",
-        "data.source=benchmarks.smollm2:sums", f"data.source_args={source('train', train)}",
+        "data.source=benchmarks.smollm2:sums", f"data.source_args={source('train', questions)}",
         "data.eval_source=benchmarks.smollm2:sums", f"data.eval_source_args={source('held_out', held_out)}",
         "reward.function=benchmarks.smollm2:score", "reward.args={}", f"faults=[{{step: {kill}, phase: compute, kind: kill}}]", *args.overrides,
     ]
@@ -124,7 +125,7 @@ def score(prompt: str, completion: str, record: Record) -> float:
     return float(_scorer()(prompt, completion, record))
 
 
-def read(run: Path) -> dict[str, object]:
+def read(run: Path) -> dict[str, Any]:
     """The curve of a run, and what its deaths cost."""
     rows, events = read_metrics(run / "metrics.jsonl"), read_events(run / "events")
     begin = events[0].t_wall

@@ -190,7 +190,7 @@ def final_bits(events: Sequence[Event]) -> dict[str, str]:
 
 def _train(config: Config) -> EverstepError | None:
     # A run that does not end ends the soak: where all threads stand goes to stderr, and the exit code is 1.
-    faulthandler.dump_traceback_later(RUN_S, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(RUN_S, exit=True, file=sys.__stderr__ or 2)
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             driver.run(config, host=ForkedHost)

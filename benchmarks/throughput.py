@@ -33,7 +33,7 @@ import queue
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -132,6 +132,10 @@ def peak_flops(card: str) -> float | None:
     return next((peak for name, peak in PEAK.items() if name in card), None)
 
 
+def layout_of(sizes: Mapping[str, int]) -> Layout:
+    return Layout(**sizes)  # type: ignore[arg-type]  # its other fields are no sizes
+
+
 # ------------------------------------------------------------------ in the processes
 
 
@@ -148,14 +152,14 @@ class Trainer:
 
         cuda = device.type == "cuda"
         before = torch.cuda.memory_allocated() if cuda else 0
-        layout = Layout(**case.layout)
+        layout = layout_of(case.layout)
         settings = {"deterministic": False, **case.engine, **switch.engine}
         config = Config(
             recipe="sft", model={"path": case.shape, "dtype": "bfloat16"}, data={"source": "unused"}, engine=settings
         )  # fmt: skip
         self.device, self.deterministic = device, config.engine.deterministic
         shape = AutoConfig.from_pretrained(case.shape)
-        self.engine = Engine(config, shape, layout.position(rank), layout, device, beside=beside.engine if beside else None)
+        self.engine: Engine = Engine(config, shape, layout.position(rank), layout, device, beside=beside.engine if beside else None)
         if beside is None:
             self.engine.init_random(1)
         else:
@@ -206,7 +210,7 @@ def worker(rank: int, port: int, case: Case, results: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    layout = Layout(**case.layout)
+    layout = layout_of(case.layout)
     cuda = case.device == "cuda"
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
@@ -285,7 +289,7 @@ def measure(case: Case) -> list[Row]:
     """All rows of one layout. What went wrong is in the rows' ``problem``."""
     import torch.distributed as dist
 
-    ranks = Layout(**case.layout).ranks_per_replica
+    ranks = layout_of(case.layout).ranks_per_replica
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = mp.get_context("spawn")
     results: Any = context.Queue()
@@ -331,7 +335,7 @@ def cases(chosen: argparse.Namespace, devices: int, cuda: bool) -> list[Case]:
             "cuda" if cuda else "cpu", str(chosen.profile) if chosen.profile else None,
         )
         for name, sizes, engine in LAYOUTS
-        if Layout(**sizes).ranks_per_replica <= devices and (not chosen.layout or name in chosen.layout)
+        if layout_of(sizes).ranks_per_replica <= devices and (not chosen.layout or name in chosen.layout)
     ]  # fmt: skip
 
 
@@ -376,7 +380,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     usual = ("qwen3-small", 128, 4, 2, 1) if chosen.quick else ("qwen3-0.6b", 4096, 32, 4, 3)
     for name, value in zip(("shape", "tokens", "samples", "micro_batch_size", "rounds"), usual, strict=True):
         if getattr(chosen, name) is None:
-            setattr(chosen, name, SHAPES / value if name == "shape" else value)
+            setattr(chosen, name, SHAPES / str(value) if name == "shape" else value)
 
     import torch
 

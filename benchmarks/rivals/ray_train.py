@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import tempfile
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def main() -> None:
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    ray.init(num_cpus=args.active + 1, include_dashboard=False, log_to_driver=False, logging_level="ERROR", _node_ip_address="127.0.0.1")
+    ray.init(num_cpus=args.active + 1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, _node_ip_address="127.0.0.1")
     TorchTrainer(
         loop, train_loop_config=vars(args), torch_config=TorchConfig(backend="nccl" if args.device == "cuda" else "gloo", timeout_s=30),
         scaling_config=ScalingConfig(num_workers=args.active, use_gpu=args.device == "cuda"),

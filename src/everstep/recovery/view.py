@@ -216,6 +216,9 @@ def _differing(new: Any, old: Any) -> dict[str, Any]:
 
 def _view_to_json(view: View, base: View | None) -> dict[str, Any]:
     said = {name: _plain(value) for name, value in _differing(view, base).items()}
+    if base and "members" in said:
+        gone, come = set(base.members) - set(view.members), set(view.members) - set(base.members)
+        said["members"] = {"without": sorted(m.replica for m in gone), "with": [_plain(m) for m in view.members if m in come]}
     if base and "deal" in said:  # its number changes with every step, and whom it is among seldom
         said["deal"] = {name: _plain(value) for name, value in _differing(view.deal, base.deal).items()}
     return said
@@ -223,25 +226,42 @@ def _view_to_json(view: View, base: View | None) -> dict[str, Any]:
 
 def _view_from_json(d: dict[str, Any], base: View | None) -> View:
     found = {name: read(d[name]) for name, read in _READ.items() if name in d}
+    if "members" in d:
+        said = d["members"]
+        kept = [m for m in base.members if m.replica not in said["without"]] if base else []
+        found["members"] = tuple(sorted([*kept, *(_member(m) for m in (said["with"] if base else said))], key=lambda m: m.replica))
     if "deal" in d:
         deal: dict[str, Any] = {name: tuple((r, b) for r, b in value) if name == "lives" else value for name, value in d["deal"].items()}
         found["deal"] = replace(base.deal, **deal) if base else Deal(**deal)
     return replace(base, **found) if base else View(**found)
 
 
+def _member(said: dict[str, Any]) -> Member:
+    return Member(said["replica"], said["build"], tuple(said["workers"]))
+
+
 _READ: dict[str, Callable[[Any], Any]] = {
     "epoch": lambda epoch: Epoch(**epoch),
-    "members": lambda members: tuple(Member(m["replica"], m["build"], tuple(m["workers"])) for m in members),
     "heals": lambda heals: tuple(Heal(**h) for h in heals),
     "committed": int, "link_id": str, "link_ready": bool, "links": tuple, "quarantined": tuple,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
+class Rerun:
+    """What one rank's gradient of one slot, by itself, was. ``norm``: Euclidean, of this rank's shard."""
+
+    slot: int
+    digest: int
+    norm: float
+
+
+@dataclass(frozen=True)
 class Vote:
     """One rank's word that it holds the total of (step, epoch). All values must be equal over all ranks of a position's link;
     ``divisor``, ``grad_norm_bits`` and ``finite`` over all ranks of all members (rule 5). ``healed``: the rank holds the state to which
-    the total belongs, version ``step - 1``; a healing one may not yet, and will apply the total later. ``spoiled``: slots that the rank holds of which something is not finite by itself (all that it computed together)."""
+    the total belongs, version ``step - 1``; a healing one may not yet, and will apply the total later. ``spoiled``: slots that the rank holds of which something is not finite by itself (all that it computed together). ``reruns``: of slots that
+    other replicas compute, too, in this attempt (:mod:`everstep.recovery.rerun`)."""
 
     worker: str
     step: int
@@ -253,10 +273,12 @@ class Vote:
     healed: bool = True
     slots: tuple[int, ...] = field(default=())  # the slots the total contains, each exactly once
     spoiled: tuple[int, ...] = field(default=())
+    reruns: tuple[Rerun, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def from_json(d: dict[str, Any]) -> Vote:
-        return Vote(**(d | {"epoch": Epoch(**d["epoch"]), "slots": tuple(d["slots"]), "spoiled": tuple(d["spoiled"])}))
+        return Vote(**(d | {"epoch": Epoch(**d["epoch"]), "slots": tuple(d["slots"]), "spoiled": tuple(d["spoiled"]),
+                          "reruns": tuple(Rerun(**r) for r in d["reruns"])}))

@@ -486,6 +486,7 @@ class ServedRun:
 
     def _died(self, worker: str, cause: str) -> None:
         replica, _ = self._place_of(worker)
+        self.agents.died(worker)
         if (said := self.server.progress.get(worker)) and not self.ended:
             step, suspected = self.server.coordinator.committed + 1, bool(self.server.coordinator.view.quarantined)
             self._post_mortem.died(WorkerInfo(worker, said.pid, said.host, said.host), self._place_of(worker), step, cause, suspected)

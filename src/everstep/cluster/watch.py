@@ -68,6 +68,7 @@ class Watch:
 
     def died(self, worker: str, cause: str) -> None:
         server, info = self._server(), self._host.infos.get(worker)
+        self.agents.died(worker)
         if server and info:
             coordinator = server.coordinator
             self._post_mortem.died(info, self._place(worker), coordinator.committed + 1, cause, suspected=bool(coordinator.view.quarantined))

@@ -34,7 +34,7 @@ class AlertConfig(Section):
 
     events: list[str] = Field(
         min_length=1,
-        description="Kinds of events (docs/events.md) that are told, such as death, error, run_end, straggler, corruption, spike.",
+        description="Kinds of events (docs/events.md) that are told, such as death, error, run_end, straggler, corruption, spike, health, stuck, quarantine.",
     )
     url: str | None = Field(None, description="Webhook (http or https): gets a POST with the event as JSON, and a line of `text` in it.")
     command: list[str] | None = Field(

@@ -74,7 +74,7 @@ class Talkers:
         for worker, sock in self._sockets.items():
             for phase in PHASES:
                 wire.send(sock, {"type": "progress", "step": step, "phase": phase, "detail": {}})
-            vote = {"worker": worker, "step": step, "epoch": epoch, "digest": self._position[worker], "divisor": float(slots), "spoiled": [],
+            vote = {"worker": worker, "step": step, "epoch": epoch, "digest": self._position[worker], "divisor": float(slots), "spoiled": [], "reruns": [],
                     "grad_norm_bits": 1, "finite": True, "healed": True, "slots": list(range(slots))}
             wire.send(sock, {"type": "vote", "vote": vote})
         sent = time.monotonic()

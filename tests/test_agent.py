@@ -114,8 +114,8 @@ def test_what_happens_on_another_node_is_told_by_the_agent_there(tmp_path, clust
     out, err = run.communicate(timeout=60)
     assert run.returncode == 130, (out, err)
     done = Finished(tmp_path / "run", events(tmp_path))
-    (stuck,) = [e for e in kinds("stuck") if e["sure"]]
-    assert (stuck["node"], stuck["worker"], stuck["what"]) == (NODE, there.who, "process") and stuck.t_wall - stopped < 2.0
+    (stuck,) = [e for e in kinds("stuck") if e["sure"] and e["worker"] == there.who]
+    assert (stuck["node"], stuck["what"]) == (NODE, "process") and stuck.t_wall - stopped < 2.0
     (failure,) = kinds("failure")
     assert failure["node"] == NODE and failure["failure_class"] == "software"
     assert any("stuck process: its process is stopped" in line for line in failure["evidence"]) and any("its page: " in line for line in failure["evidence"])
@@ -129,7 +129,7 @@ def test_what_happens_on_another_node_is_told_by_the_agent_there(tmp_path, clust
 @pytest.mark.timeout(280)
 def test_under_torchrun_the_ranks_have_an_agent_that_outlives_them(tmp_path: Path) -> None:
     """One for the machine, of two replicas; one rank is stopped, and the agent says so before it is silent for long enough."""
-    with Up(tmp_path, SFT, "layout.replicas=2", "sft.steps=600", "faults=[]", "checkpoint.at_end=false", "train.verify_every=100", "recovery.heartbeat_s=0.2",
+    with Up(tmp_path, SFT, "layout.replicas=2", "sft.steps=60", "faults=[]", "checkpoint.at_end=false", "train.verify_every=100", "recovery.heartbeat_s=0.2",
             "recovery.silence_s=6", "watch.agent_every_s=0.2", "watch.stuck_after_s=1") as up:
         up.wait_for_commit(4)
         kinds = lambda name, who="lead": [e for e in read_events(up.folder / "events") if e.event == name and e.who.startswith(who)]
@@ -138,10 +138,10 @@ def test_under_torchrun_the_ranks_have_an_agent_that_outlives_them(tmp_path: Pat
         os.kill(victim.pid, signal.SIGSTOP)
         stopped = time.time()
         run = up.finished()
-    (stuck,) = [e for e in run.kind("stuck") if e.who == "lead" and e["sure"]]
-    assert (stuck["worker"], stuck["what"], stuck["replica"]) == ("w0", "process", 0) and stuck.t_wall - stopped < 2.0
+    (stuck,) = [e for e in run.kind("stuck") if e.who == "lead" and e["sure"] and e["worker"] == "w0"]
+    assert (stuck["what"], stuck["replica"]) == ("process", 0) and stuck.t_wall - stopped < 2.0
     failure = run.kind("failure")[0]
     assert failure["worker"] == "w0" and any("stuck process: its process is stopped" in line for line in failure["evidence"])
     assert [e["state"] for e in run.kind("agent") if e.who == "lead"] == ["up"], "it outlived the rank that started it"
     assert not still_running(run.pids, 15.0), "and ended with the run"
-    assert_invariants(run, steps=600)
+    assert_invariants(run, steps=60)

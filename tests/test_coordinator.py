@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from everstep.errors import BadInput, DeadlineExceeded, InvariantViolated, NonFinite
 from everstep.recovery.commitlog import CommitLog, read
 from everstep.recovery.coordinator import MAX_LINK_FAILURES, MAX_MISMATCHES, Coordinator, Mode, State
-from everstep.recovery.view import Epoch, Kind, Member, Outcome, Record, Vote, assign
+from everstep.recovery.view import Epoch, Kind, Member, Outcome, Record, Rerun, Vote, assign
 
 
 def member(replica: int, ranks: int = 1, build: int = 0) -> Member:
@@ -144,6 +144,34 @@ def test_what_was_not_finite_is_computed_by_another_replica_and_who_is_to_blame_
     assert [(f.verdict, f.ranks) for f in c.take_findings()] == [("again", ("1/1",)), ("data", ("0/0",))]
     c.begin(2, (("s2",), ("s3",), ("s4",)))
     assert share() == {0: (0,), 1: (1,), 2: (2,)}  # as usual again
+
+
+def test_a_gradient_that_two_replicas_disagree_about_is_never_committed():
+    """It is computed once more; who is alone is found out, and neither its votes nor its death commit the total it is part of."""
+    c = opened(3)
+    said = {"0.0.0": (Rerun(0, 7, 1.0),), "1.0.0": (Rerun(0, 9, 1.5), Rerun(1, 4, 1.0)), "2.0.0": (Rerun(1, 4, 1.0),)}
+    for w in workers(c):
+        records = c.vote(vote(w, c, reruns=said[w]))
+    assert [r.kind for r in records] == [Kind.VIEW] and "slot 0 by replicas [0, 1]; computed once more" in records[0].cause
+    again = {"0.0.0": (Rerun(0, 7, 1.0),), "1.0.0": (), "2.0.0": (Rerun(0, 7, 1.0),)}
+    for w in workers(c):
+        records = c.vote(vote(w, c, reruns=again[w]))
+    assert records == [] and c.committed == 0, "it waits until the one that is wrong is gone"
+    assert [(x.worker, x.replica, x.rank) for x in c.reruns.take_culprits()] == [("1.0.0", 1, 0)]
+    (record, *_) = c.death("1.0.0", "corruption")
+    assert record.kind is Kind.VIEW and record.view.replicas == (0, 2) and c.committed == 0, "its slots are computed by the others"
+    for w in workers(c):
+        records = c.vote(vote(w, c, reruns=again[w]))
+    assert [r.kind for r in records][:1] == [Kind.COMMIT] and c.committed == 1
+    c.begin(2, (("s2",), ("s3",)))
+    assert commit_step(c).step == 2
+
+
+def test_a_death_does_not_commit_what_two_replicas_disagree_about():
+    c = opened(3)
+    c.vote(vote("0.0.0", c, reruns=(Rerun(0, 7, 1.0),)))
+    c.vote(vote("1.0.0", c, reruns=(Rerun(0, 9, 1.0),)))
+    assert c.death("2.0.0", "its cable")[0].kind is Kind.VIEW and c.committed == 0
 
 
 def test_a_step_that_is_not_finite_twice_stops_the_run_if_that_is_asked_for():

@@ -231,7 +231,7 @@ def training(folder: Path, launcher: str) -> Iterator[tuple[subprocess.Popen[str
 def test_an_interrupt_ends_everything_in_order(tmp_path: Path, launcher: str, number: signal.Signals) -> None:
     before = shared_memory(tmp_path / "run")
     with training(tmp_path, launcher) as (process, token):
-        workers = result(tmp_path / "run").pids
+        workers = {e.pid for e in result(tmp_path / "run").events if e.who.startswith("w")}
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
         assert process.returncode == 130, said
@@ -246,7 +246,7 @@ def test_nothing_outlives_a_killed_controller(tmp_path: Path) -> None:
     """For torchrun's ranks tests/test_torchrun.py shows the same."""
     before = shared_memory(tmp_path / "run")
     with training(tmp_path, "ray") as (process, token):
-        workers = result(tmp_path / "run").pids
+        workers = {e.pid for e in result(tmp_path / "run").events if e.who.startswith("w")}
         assert len(workers) == 2
         psutil.Process(min(workers)).suspend()  # it cannot notice anything
         process.kill()

@@ -25,7 +25,7 @@ from everstep.cluster.agents import Agents, Keeper, agent_spec
 from everstep.config.load import load_config
 from everstep.node import page
 from everstep.node.agent import AgentSpec, NodeWatch, round_cost_s
-from everstep.node.beat import ASK_S, Cuda, Heart
+from everstep.node.beat import ASK_S, Cuda, Heart, name_of
 from everstep.node.channel import ANOTHER, spawn
 from everstep.node.page import HANDED_OVER, Page, View
 from everstep.node.senses import KernelLog, Links, OutOfMemory, Senses, gpus
@@ -34,7 +34,7 @@ from everstep.recovery import rendezvous
 from everstep.recovery.desk import Listener
 from everstep.run_dir import RunDir
 from everstep.telemetry.events import EventLog, read_events
-from everstep.telemetry.health import Sign, classify
+from everstep.telemetry.health import Sign, classify, load_nvml
 
 #: A rank as the agent sees one: a process with a page that ticks. What it does then is told on its command line.
 RANK = """
@@ -288,7 +288,26 @@ def test_a_stuck_kernel_is_told_from_a_stuck_device_and_from_a_stuck_process(mon
     now += 11  # the interpreter lock is stuck: nobody ticks, nobody asks
     process = surely_stuck(view.read(), "S", "", now, 10.0)
     assert process and process.what == "process" and "interpreter lock" in process.why
+    mine.ends()
+    assert surely_stuck(view.read(), "S", "", now, 10.0) is None, "its other threads are gone already"
     mine.close()
+
+
+def test_nobody_is_stuck_because_the_machine_is(monkeypatch) -> None:
+    """The agent got no CPU itself: its ranks are given as much more time, for as long as that matters."""
+    watch = NodeWatch("here", Senses(kernel=Quiet()), Told(), 1.0, 600.0)
+    watch.excuse(0.01)
+    assert watch._after_s == 1.0
+    watch.excuse(2.0)
+    watch.excuse(0.5)
+    assert watch._after_s == 3.5
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 2.0)
+    assert watch._after_s == 3.5
+    monkeypatch.setattr(time, "monotonic", lambda: now + 3.1)
+    assert watch._after_s == 1.0
+    monkeypatch.undo()
+    watch.close()
 
 
 @pytest.mark.gpu
@@ -296,6 +315,8 @@ def test_a_kernel_that_spins_on_a_real_gpu(monkeypatch) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     device = torch.device("cuda", 0)
+    nvml = load_nvml()
+    assert nvml and name_of(device) in {gpu.uuid for gpu in gpus(nvml)}, "the agent must know whose device it is"
     mine, view = Page("w0", "GPU"), View.of(os.getpid())
     assert view
     heart = Heart(mine, Cuda(device))
@@ -357,7 +378,7 @@ def test_each_way_of_being_stuck_is_told_with_culprit_and_in_time(ranks: Ranks, 
         dead = watch.examine("w4", pids["kill"], False)
         assert dead["page"]["phase"] == "compute" and dead["stuck"] is None
         asked = watch.examine("w0", pids["stop"], True)
-        assert asked["stuck"]["what"] == "process" and asked["kernel"]["State"].startswith("T")
+        assert asked["stuck"]["what"] == "process" and "stopped" in asked["stuck"]["why"] and asked["kernel"]["State"].startswith("T")
         assert not asked["stacks"] or "sleep" in asked["stacks"] or "<module>" in asked["stacks"]
         os.kill(pids["stop"], signal.SIGCONT)
         time.sleep(0.1)
@@ -425,6 +446,7 @@ def test_what_an_application_does_wrong_is_no_fault_of_the_device() -> None:
     assert [(f["what"], f["severity"]) for f in told.of("health")[3:]] == [("slowed down by heat", "ok")], "cooler, but hot still: told already"
     assert told.of("quarantine") == []
     watch.close()
+    assert nvml.open == 0
 
 
 def test_every_further_name_of_nvml_exists_in_the_real_one() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import logging
 import os
@@ -10,6 +12,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -17,7 +20,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.runs import SFT, config, finish
+from tests.support.runs import ROOT, SFT, Finished, config, finish, gone
 from tests.test_faults import assert_invariants
 
 from everstep import cli
@@ -25,14 +28,20 @@ from everstep.cluster import worker as worker_module
 from everstep.cluster.dispatch import ranks_of
 from everstep.cluster.forked import ForkedHost
 from everstep.cluster.results import minority
+from everstep.config.check import check
 from everstep.config.load import load_config
 from everstep.config.watch_schema import AlertConfig
-from everstep.errors import BadInput
+from everstep.doctor import Unfit
+from everstep.driver import run as run_recipe
+from everstep.errors import BadInput, InvariantViolated
 from everstep.layout import Layout
+from everstep.recovery.digest import digest_of
+from everstep.recovery.rerun import Reruns, looked_at
+from everstep.recovery.view import Deal, Member, Rerun
 from everstep.telemetry import alerts as alerts_module
 from everstep.telemetry import logs
 from everstep.telemetry.alerts import QUEUED, Alerts
-from everstep.telemetry.events import EventLog, seconds_between
+from everstep.telemetry.events import EventLog, read_events, seconds_between
 from everstep.telemetry.spikes import Spikes
 from everstep.telemetry.stragglers import Straggler, Stragglers, Timed, _median_without
 
@@ -298,9 +307,9 @@ def test_the_minority_is_found_only_if_there_is_one() -> None:
     assert minority(ranks_of(Layout(replicas=3, tp=2), (0, 1)), wrong[:4]) == [], "of two replicas nobody knows which is right"
 
 
-def flip_a_bit_of_worker_two() -> None:
-    """Of a weight, in the place where it lies, after step 5 was applied: what a broken memory cell does."""
-    apply = worker_module.StepWork.apply
+def flip_a_bit_of_worker_two_and_let_gradients_jump() -> None:
+    """The bit: of a weight, in the place where it lies, after step 5 was applied, as a broken memory cell does. The jump: in step 20, everywhere."""
+    apply, gradient = worker_module.StepWork.apply, worker_module.StepWork._gradient
 
     def damaged(self, total):
         apply(self, total)
@@ -308,21 +317,172 @@ def flip_a_bit_of_worker_two() -> None:
             tensor = next(t for name, t in self._worker.engine.state().items() if name.startswith(("master/", "param/")))
             tensor.view(-1).view(torch.int32)[17] ^= 1 << 12
 
-    worker_module.StepWork.apply = damaged  # type: ignore[method-assign]
+    def jumping(self, *slots):
+        contribution = gradient(self, *slots)
+        if self.step == 20:
+            for tensor in contribution.gradients:
+                tensor *= 60.0
+        return contribution
+
+    worker_module.StepWork.apply, worker_module.StepWork._gradient = damaged, jumping  # type: ignore[method-assign]
 
 
-def test_a_flipped_bit_is_found_its_rank_evicted_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_flipped_bit_a_hung_collective_and_a_jump_are_each_told_with_culprit_and_time(tmp_path: Path) -> None:
     run = finish(config(
-        SFT, tmp_path / "run", "layout.replicas=3", "layout.spares=1", "sft.steps=24", "recovery.heartbeat_s=0.2", "checkpoint.at_end=false",
-        "train.verify_every=4",
-    ), host=lambda conf: ForkedHost(conf, prepare=flip_a_bit_of_worker_two))
+        SFT, tmp_path / "run", "layout.replicas=3", "layout.spares=2", "sft.steps=24", "recovery.heartbeat_s=0.2", "checkpoint.at_end=false",
+        "train.verify_every=4", "recovery.progress_timeout_s=2", "faults=[{step: 14, phase: reduce, kind: hang, replica: 1}]",
+    ), host=lambda conf: ForkedHost(conf, prepare=flip_a_bit_of_worker_two_and_let_gradients_jump))
     (found,) = run.kind("corruption")
-    assert (found["replica"], found["rank"], found.step, found["action"]) == (2, 0, 8, "evicted"), "at the first comparison after the flip"
-    (death,) = run.kind("death")
-    assert death["worker"] == "w2" and "corruption" in death["cause"]
+    assert (found["replica"], found["rank"], found.step, found["action"], found["found"]) == (2, 0, 8, "evicted", "comparison"), "at the first comparison"
+    corrupt, hung = run.kind("death")
+    assert corrupt["worker"] == "w2" and "corruption" in corrupt["cause"]
+    (fault,) = run.kind("fault")
+    assert hung["worker"] == fault["worker"] == "w1" and hung["cause"].startswith("no progress: step 14, reduce")
+    assert 1.9 < seconds_between(fault, hung) < 6.0, "its peers wait in the collective; it is the one that never came"
+    assert {e["replica"]: e["failure_class"] for e in run.kind("failure")} == {2: "gpu", 1: "software"}
+    (spike,) = run.kind("spike")
+    assert (spike.step, spike["metric"]) == (20, "train/grad_norm") and spike["value"] > 10 * spike["usual"]
     assert run.kind("join")[-1]["members"] == [0, 1, 2] and run.kind("verify")[-1]["equal"]
     assert len(run.final_hashes) == 1
     assert_invariants(run, steps=24)
+
+
+TWO = ["layout.replicas=2", "layout.spares=1", "sft.steps=12", "recovery.heartbeat_s=0.2", "checkpoint.at_end=false", "recovery.exact=true"]
+
+
+def flip_a_bit_at_rest() -> None:
+    """Of a weight, in the place where it lies, while the rank is in step 5."""
+    compute = worker_module.StepWork.compute
+
+    def damaged(self, slots):
+        if self._worker.worker_id == "w1" and self.step == 5 and not hasattr(self, "hit"):
+            self.hit = next(t for name, t in self._worker.engine.state().items() if name.startswith(("master/", "param/")))
+            self.hit.view(-1).view(torch.int32)[17] ^= 1 << 12
+        return compute(self, slots)
+
+    worker_module.StepWork.compute = damaged  # type: ignore[method-assign]
+
+
+def wrong_gradients(which: tuple[int, ...]) -> None:
+    """Of worker 1, in step 4, in its computations of these numbers: one bit of one element, as broken arithmetic gives it."""
+    gradient, done = worker_module.StepWork._gradient, itertools.count()
+
+    def damaged(self, *slots):
+        contribution = gradient(self, *slots)
+        if self._worker.worker_id == "w1" and self.step == 4 and next(done) in which:
+            contribution.gradients[0].view(-1).view(torch.int32)[5] ^= 1 << 20
+        return contribution
+
+    worker_module.StepWork._gradient = damaged  # type: ignore[method-assign]
+
+
+ONCE, ALWAYS = functools.partial(wrong_gradients, (1,)), functools.partial(wrong_gradients, tuple(range(99)))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> set[str]:
+    run = finish(config(SFT, tmp_path_factory.mktemp("calm") / "run", *TWO), host=ForkedHost)
+    assert not run.kind("corruption")
+    return run.final_hashes
+
+
+def struck(folder: Path, prepare: Callable[[], None], *overrides: str) -> Finished:
+    return finish(config(SFT, folder / "run", *TWO, *overrides), host=lambda conf: ForkedHost(conf, prepare=prepare))
+
+
+def test_of_two_replicas_the_one_whose_memory_changed_says_so(tmp_path: Path, undisturbed: set[str]) -> None:
+    """Before its vote: nothing that it computed with the wrong weight counts, so that the result is that of a run without it."""
+    run = struck(tmp_path, flip_a_bit_at_rest, "watch.check_state_every=1")
+    (found,) = run.kind("corruption")
+    assert (found.who, found.step, found["replica"], found["rank"], found["action"], found["found"]) == ("w1", 4, 1, 0, "evicted", "at rest")
+    (death,) = run.kind("death")
+    assert death["worker"] == "w1" and death.step == 5 and "changed in memory since step 4" in death["cause"]
+    assert next(e["failure_class"] for e in run.kind("failure")) == "gpu"
+    assert run.final_hashes == undisturbed
+    assert_invariants(run, steps=12)
+
+
+def test_of_two_replicas_the_one_that_computed_wrongly_once_is_found(tmp_path: Path, undisturbed: set[str]) -> None:
+    """The gradient that it contributed: the second computation in the step (the first is of the other one's slot)."""
+    run = struck(tmp_path, ONCE, "watch.rerun_every=2")
+    (found,) = run.kind("corruption")
+    assert (found.step, found["replica"], found["rank"], found["action"], found["found"]) == (4, 1, 0, "evicted", "rerun")
+    (death,) = run.kind("death")
+    assert death["worker"] == "w1" and death.step == 4 and "its gradient of slot" in death["cause"]
+    assert run.final_hashes == undisturbed, "no wrong gradient was committed"
+    assert_invariants(run, steps=12)
+
+
+@pytest.mark.full
+def test_of_three_replicas_one_that_always_computes_wrongly_is_found_of_two_nobody_knows(tmp_path: Path) -> None:
+    run = struck(tmp_path / "three", ALWAYS, "watch.rerun_every=4", "layout.replicas=3")
+    assert [(e.step, e["replica"], e["found"]) for e in run.kind("corruption")] == [(4, 1, "rerun")]
+    assert_invariants(run, steps=12)
+    conf = config(SFT, tmp_path / "two", *TWO, "watch.rerun_every=4")
+    with pytest.raises(InvariantViolated, match="nobody knows which"):
+        run_recipe(conf, host=lambda c: ForkedHost(c, prepare=ALWAYS))
+    kinds = [e.step for e in read_events(tmp_path / "two" / "events") if e.event == "commit"]
+    assert max(kinds) == 3, "nothing of it was committed"
+
+
+def said(*statements: tuple[int, int, float]) -> set[tuple[int, str, Rerun]]:
+    return {(replica, f"w{replica}", Rerun(0, digest, norm)) for replica, digest, norm in statements}
+
+
+@pytest.mark.parametrize(("statements", "wrong", "tolerance"), [
+    ([(0, 1, 1.0), (1, 1, 1.0)], set(), 0.0),
+    ([(0, 1, 1.0), (1, 2, 2.0)], set(), 0.0),                                      # one word against the other
+    ([(0, 1, 1.0), (1, 2, 2.0), (1, 1, 1.0)], {1}, 0.0),                           # it took its word back
+    ([(0, 1, 1.0), (1, 2, 2.0), (1, 3, 3.0)], {1}, 0.0),                           # it contradicts itself
+    ([(0, 1, 1.0), (0, 4, 9.0), (1, 2, 2.0), (1, 3, 3.0)], set(), 0.0),            # both do
+    ([(0, 1, 1.0), (1, 2, 2.0), (2, 1, 1.0)], {1}, 0.0),                           # two against one
+    ([(0, 1, 1.0), (1, 1, 1.0), (2, 2, 2.0), (3, 2, 2.0)], set(), 0.0),            # two against two
+    ([(0, 1, 1.0), (1, 2, 1.0001), (2, 3, 1.5)], {2}, 1e-3),                       # within rounding, and not
+])
+def test_who_is_at_fault_in_what_was_said(statements, wrong: set[int], tolerance: float) -> None:
+    assert {replica for replica, _ in Reruns(tolerance)._wrong(said(*statements))} == wrong
+
+
+@given(st.integers(2, 6), st.integers(1, 9), st.integers(0, 50), st.integers(1, 50))
+def test_everybody_is_watched_by_another_one(replicas: int, slots: int, number: int, step: int) -> None:
+    """Each replica's looked-at slot has exactly one witness, which is another replica; a second attempt has others, from three on."""
+    members = [Member(r, r % 2, (f"w{r}",)) for r in range(replicas)]
+
+    def witnesses(number: int) -> dict[int, int]:
+        deal = Deal(number, tuple((m.replica, m.build) for m in members))
+        own = {m.replica: looked_at(deal, m, slots, step)[0] for m in members}
+        owner = {slot: replica for replica, slot in own.items() if slot is not None}
+        assert all(slot in deal.share(members[replica], slots) for slot, replica in owner.items())
+        seen = {looked_at(deal, m, slots, step)[1]: m.replica for m in members} 
+        seen.pop(None, None)
+        assert seen.keys() == owner.keys() and all(seen[slot] != owner[slot] for slot in owner)
+        return {owner[slot]: witness for slot, witness in seen.items()}
+
+    first, second = witnesses(number), witnesses(number + 1)
+    assert replicas == 2 or all(first[r] != second[r] for r in first)
+
+
+def test_any_change_of_any_bit_is_seen(tmp_path: Path) -> None:
+    """Of every kind of tensor that a state has, wherever it lies; a change of the order, too."""
+    r = torch.Generator().manual_seed(1)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int64):
+        whole = torch.randint(0, 99, (9001,), generator=r).to(dtype)[1:]  # begins between two words
+        before = digest_of([whole])
+        words = whole.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[whole.element_size()])
+        for at, bit in ((0, 0), (4095, 3), (4096, 7), (8999, 6)):
+            words[at] ^= 1 << bit
+            assert digest_of([whole]) != before, (dtype, at)
+            words[at] ^= 1 << bit
+        assert digest_of([whole]) == before
+    a, b = torch.arange(5000.0), torch.arange(5000.0).flip(0)
+    assert len({digest_of([a, b]), digest_of([b, a]), digest_of([a, a]), digest_of([torch.cat([a, b])])}) >= 3
+
+
+def test_what_is_compared_needs_something_to_compare() -> None:
+    for key in ("check_state_every", "rerun_every"):
+        with pytest.raises(BadInput, match=f"watch.{key}"):
+            check(load_config(str(ROOT / "examples" / "diloco.yaml"), [f"watch.{key}=1", "device=cpu"]))
+
 
 
 # -- spikes --------------------------------------------------------------------------------------------------------------------------------
@@ -346,3 +506,54 @@ def test_a_jump_is_a_spike_noise_is_none() -> None:
 def test_a_level_that_stays_is_told_and_then_is_the_usual_one() -> None:
     found = spikes_of(noisy(1.0, 50, 1) + noisy(9.0, 60, 2) + [40.0])
     assert found[0] == 50 and len(found) <= 8 and found[-1] == 110
+
+
+# -- admission -----------------------------------------------------------------------------------------------------------------------------
+
+
+def wrong_products(worker: str) -> None:
+    """In this worker's process: one element of every product is wrong by one, from the second product on."""
+    admit = worker_module.Worker.admit
+
+    def on_a_broken_device(self, link, end, alone):
+        if self.worker_id == worker:
+            matmul, done = torch.matmul, itertools.count()
+
+            def wrong(a, b):
+                product = matmul(a, b)
+                product[3, 5] += next(done) > 0
+                return product
+
+            torch.matmul = wrong
+        return admit(self, link, end, alone)
+
+    worker_module.Worker.admit = on_a_broken_device  # type: ignore[method-assign]
+
+
+@pytest.mark.full
+def test_a_device_that_computes_wrongly_is_not_admitted_and_the_next_process_is(tmp_path: Path) -> None:
+    run = finish(config(
+        SFT, tmp_path / "run", "layout.replicas=2", "layout.spares=1", "sft.steps=14", "recovery.heartbeat_s=0.2", "checkpoint.at_end=false",
+        "recovery.restart_attempts=3", "recovery.restart_backoff_s=0.1", "recovery.min_replicas=2",  # the second replica is waited for
+        "faults=[{step: 3, phase: compute, replica: 1}, {step: 8, phase: compute, replica: 0}]",
+    ), host=lambda conf: ForkedHost(conf, prepare=functools.partial(wrong_products, "w3")))
+    (refused,) = run.kind("refused")
+    assert refused["worker"] == "w3" and refused["cause"].startswith("matmul") and refused["checks"]["memory"].startswith("ok")
+    admitted = run.kind("admitted")
+    assert [e["worker"] for e in admitted][:1] == ["w4"] and admitted[0]["checks"].keys() >= {"matmul", "memory"}
+    assert seconds_between(run.kind("restart")[0], refused) < 15.0
+    assert "w3" not in {e["spare"] for e in run.kind("spare_used")} | {e["worker"] for e in run.kind("death")}, "it was nobody yet"
+    assert {e["spare"] for e in run.kind("spare_used")} == {"w2", "w4"}, "the first death did not wait for it"
+    assert_invariants(run, steps=14)
+    assert gone({e.pid for e in run.events if e.who == "w3"})
+
+
+@pytest.mark.full
+def test_at_the_start_all_are_examined_with_their_neighbours_and_one_that_is_unfit_ends_it(tmp_path: Path) -> None:
+    conf = config(SFT, tmp_path / "run", "layout.replicas=2", "layout.spares=1", "sft.steps=8", "watch.admission=all", "watch.admission_s=0.05")
+    with pytest.raises(Unfit, match=r"w1 on .* matmul: .* wrong elements"):
+        run_recipe(conf, host=lambda c: ForkedHost(c, prepare=functools.partial(wrong_products, "w1")))
+    events = read_events(tmp_path / "run" / "events")
+    assert sorted(e["worker"] for e in events if e.event == "admitted") == ["w0", "w2"] and not [e for e in events if e.event == "begin"]
+    (checks,) = [e["checks"] for e in events if e.event == "admitted" and e["worker"] == "w0"]
+    assert checks["all-reduce"].startswith("ok"), "it is not the neighbour's fault"

@@ -456,6 +456,8 @@ class MemoryEvents:
 class MemoryWork:
     """Slot i gives 1 to element i of the gradient (times position + 1) and weighs i + 1."""
 
+    rerun = None
+
     def __init__(self, rank: Rank, step: int):
         self.rank, self.step, self.slots = rank, step, rank.world.setting.slots
         poison = rank.world.setting.poison

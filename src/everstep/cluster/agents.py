@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import socket
 import threading
 import time
@@ -24,14 +25,17 @@ from everstep.run_dir import RunDir
 from everstep.telemetry.events import EventLog
 from everstep.telemetry.health import look
 
+LOG = logging.getLogger(__name__)
 EXAMINE_S = 2.0  # for an agent to say what it knows of a death
 _SILENT_ROUNDS, _SILENT_S = 5, 10.0  # an agent of which nothing was heard for so many rounds and seconds is frozen
+_LEAVE_S = 1.0
 _BACKOFF_S = 1.0
 _LONGEST_S = 30.0
 _TOLD = ("health", "stuck", "quarantine", "rank_end")
 
 
 def agent_spec(config: Config, run_dir: Path, attempt: int, node: str, coordinator: tuple[str, int], token: str) -> AgentSpec:
+    """It stays without a coordinator for as long as ranks do (the longest of grace and fence), and until they must have been noticed."""
     recovery, watch = config.recovery, config.watch
     grace_s = max(recovery.controller_grace_s, config.lighthouse.wait_s if config.launcher == "local" else 0.0)
     return AgentSpec(node, str(run_dir), attempt, coordinator, token, watch.agent_every_s, watch.stuck_after_s, recovery.progress_timeout_s,
@@ -42,7 +46,7 @@ class Keeper:
     """Runs an agent, and another one whenever it ends. ``run()``: one life of it; returns, or raises, when that is over."""
 
     def __init__(self, node: str, run: Callable[[], object]):
-        self._run, self._closed = run, threading.Event()
+        self._node, self._run, self._closed = node, run, threading.Event()
         threading.Thread(target=self._loop, name=f"agent-of-{node}", daemon=True).start()
 
     def close(self) -> None:
@@ -52,8 +56,10 @@ class Keeper:
         delay = _BACKOFF_S
         while not self._closed.is_set():
             begun = time.monotonic()
-            with contextlib.suppress(Exception):  # whatever keeps one from living: it is tried again, and the run does without
+            try:
                 self._run()
+            except Exception as error:  # whatever keeps one from living: it is tried again, and the run does without
+                LOG.info("the agent of %s: %s: %s", self._node, type(error).__name__, error)
             if time.monotonic() - begun > _LONGEST_S:
                 delay = _BACKOFF_S
             self._closed.wait(delay)
@@ -63,6 +69,7 @@ class Keeper:
 class _Session:
     def __init__(self, node: str, sock: socket.socket):
         self.node, self._sock, self._lock = node, sock, threading.Lock()
+        self.ended = threading.Event()
 
     def put(self, message: dict[str, Any]) -> None:
         with self._lock, contextlib.suppress(wire.Closed):  # its end is seen where it is listened to
@@ -75,7 +82,8 @@ class _Session:
 
 class Agents:
     """``on_end(worker)``: a process of a rank ended. ``on_quarantine(workers, cause)``: the device of these is sick. ``run_agent(spec, worker)``:
-    an agent's life, on the machine that ``worker`` is on; None: somebody else starts them. ``end_agent(node)``: kill it, for it is frozen. ``address()``: (host, port) of the coordinator."""
+    an agent's life, on the machine that ``worker`` is on; None: somebody else starts them. ``end_agent(node)``: kill it, for it is frozen. ``address()``: (host, port)
+    of the coordinator, and its token."""
 
     def __init__(
         self, config: Config, run_dir: RunDir, events: EventLog, on_end: Callable[[str], None] = lambda worker: None,
@@ -86,6 +94,7 @@ class Agents:
         self._on_end, self._on_quarantine, self._run_agent, self._end_agent = on_end, on_quarantine, run_agent, end_agent
         self._since_s = time.clock_gettime(time.CLOCK_MONOTONIC)  # as the kernel's log counts
         self._ranks: dict[str, dict[str, int]] = {}      # node -> worker -> pid
+        self._newest: dict[str, str] = {}                # node -> the worker that connected last from there
         self._sessions: dict[str, _Session] = {}
         self._keepers: dict[str, Keeper] = {}
         self._answers: dict[int, tuple[threading.Event, dict[str, Any]]] = {}
@@ -94,7 +103,7 @@ class Agents:
         self._closed = False
 
     def close(self) -> None:
-        """They are told that the run is over, and end."""
+        """They are told that the run is over, and end; that is waited for, a moment."""
         with self._lock:
             self._closed = True
             sessions, keepers = list(self._sessions.values()), list(self._keepers.values())
@@ -102,6 +111,9 @@ class Agents:
             keeper.close()
         for session in sessions:
             session.put({"type": "over"})
+        end = time.monotonic() + _LEAVE_S
+        for session in sessions:
+            session.ended.wait(max(0.0, end - time.monotonic()))
             session.close()
 
     # -- ranks -------------------------------------------------------------------------------------------------------------------------
@@ -110,13 +122,20 @@ class Agents:
         """A rank connected to the coordinator: the agent of its node watches it."""
         with self._lock:
             self._ranks.setdefault(node, {})[worker] = pid
+            self._newest[node] = worker
             session = self._sessions.get(node)
             if self._run_agent and node not in self._keepers and self._config.watch.agent_every_s and not self._closed:
                 run_agent, address = self._run_agent, self._address
                 spec = lambda: agent_spec(self._config, self._run_dir.path, self._run_dir.attempt, node, *address())
-                self._keepers[node] = Keeper(node, lambda: run_agent(spec(), worker))
+                self._keepers[node] = Keeper(node, lambda: run_agent(spec(), self._newest[node]))
         if session:
             session.put({"type": "watch", "worker": worker, "pid": pid})
+
+    def died(self, worker: str) -> None:
+        """An agent that is started from now on is not told to watch it: its number may be another process's."""
+        with self._lock:
+            for pids in self._ranks.values():
+                pids.pop(worker, None)
 
     # -- questions ---------------------------------------------------------------------------------------------------------------------
 
@@ -171,6 +190,7 @@ class Agents:
             pass
         finally:
             sock.close()
+            session.ended.set()
             with self._lock:
                 ours = self._sessions.get(node) is session
                 if ours:

@@ -36,7 +36,7 @@ from everstep.cluster.run_store import serve_store
 from everstep.cluster.slots import sample_ids
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
 from everstep.cluster.verbs import Arguments, Slots, Verbs
-from everstep.cluster.watch import Watch
+from everstep.cluster.watch import Watch, reruns_of
 from everstep.config import derive
 from everstep.config.schema import Config, Fault
 from everstep.engine.loss import LossSpec
@@ -118,7 +118,7 @@ class Controller(InOnePlace, Verbs):
         coordinator = Coordinator(
             log.incarnation, 0, recovery.min_replicas if recovery.enabled else self.layout.replicas, Mode(recovery.mode),
             recovery.standby_links_up_to if recovery.enabled else 0, recovery.quarantine_after, recovery.non_finite == "stop",
-            rotates=config.semisync.method == "none",
+            rotates=config.semisync.method == "none", reruns=reruns_of(config),
         )
         token = self._token = secrets.token_hex(16)
         listener = Listener(
@@ -141,6 +141,7 @@ class Controller(InOnePlace, Verbs):
             self._rollouts = Rollouts(self)
             self._crew.before_form = self._rollouts.make_way
         workers = self._start_workers(host, self._store.port, token)
+        self._crew.admission.admit_all(workers)
         succession.announce(self, log.incarnation)
         self._crew.on_start = lambda: succession.announce(self, log.incarnation)
         per_replica = self.layout.ranks_per_replica

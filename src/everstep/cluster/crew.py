@@ -9,14 +9,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from everstep.cluster.admission import Admission
 from everstep.cluster.formation import Formation
 from everstep.cluster.forming import form
-from everstep.cluster.host import Host, WorkerInfo, WorkerSpec
+from everstep.cluster.host import Host, NoRoom, WorkerInfo, WorkerSpec
 from everstep.cluster.leaving import Leaving
 from everstep.cluster.refill import Refill
 from everstep.cluster.repair import Repair
 from everstep.config.schema import Config
-from everstep.errors import WorkerFailed
+from everstep.errors import EverstepError, WorkerFailed
 from everstep.recovery.coordinator import State
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Member
@@ -39,6 +40,7 @@ class Crew:
         recovery = config.recovery
         self._refill = Refill(self, recovery.restart_attempts if recovery.enabled else 0, recovery.restart_backoff_s)
         self._repair: Repair | None = None
+        self.admission = Admission(config.watch, host, self.note)
         self._numbers = itertools.count()
         self._store: dist.Store | None = None
         self._held_since: float | None = None  # fewer members than recovery.min_replicas, by what was seen last
@@ -190,8 +192,19 @@ class Crew:
         if worker in self.unfit:
             raise WorkerFailed(f"the device of {worker} is in quarantine")
         name = f"w{next(self._numbers)}"
-        self._host.add(self._spec(name), worker, self.leaving.nodes)
+        nodes = [info.node_id for info in self.living().values()]
+        try:
+            self._host.add(self._spec(name), worker, {*self.leaving.nodes, *self.admission.avoid(worker, nodes)})
+        except NoRoom:
+            self.admission.found_no_room(worker)
+            raise
         self.on_start()
+        try:
+            self.admission.admit(name, worker, self.idle_spares())
+        except EverstepError as error:
+            self._server().retire(name, f"refused: {error}")
+            self._host.end(name)
+            raise
         return name
 
     def spare_is_ready(self, worker: str, after: str) -> None:

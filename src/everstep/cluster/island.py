@@ -155,6 +155,8 @@ class RoundWork:
     Its sums are those of the inner steps, and at the end 1 from each replica that made any.
     """
 
+    rerun: Callable[[int], Contribution] | None = None  # replicas have weights of their own
+
     def __init__(self, worker: Worker, round: Round, slots: Slots, loss: LossFn, rollout: Rollout | None):
         self.step, self.slots = round.step, len(slots)
         self._worker, self._round, self._source, self._loss, self._rollout = worker, round, slots, loss, rollout

@@ -24,6 +24,7 @@ from everstep.cluster.agents import EXAMINE_S, Agents
 from everstep.cluster.host import WorkerInfo
 from everstep.cluster.post_mortem import PostMortem
 from everstep.cluster.target import LaunchedTarget, judge, judge_every_s
+from everstep.cluster.watch import reruns_of
 from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.errors import (
@@ -109,7 +110,7 @@ class ServedRun:
         self._minimum = min(max(minimum, min_replicas), everybody)  # to begin
         coordinator = Coordinator(
             self._log.incarnation, 0, minimum, Mode(recovery.mode), recovery.standby_links_up_to if recovery.enabled else 0,
-            recovery.quarantine_after,
+            recovery.quarantine_after, reruns=reruns_of(config),
         )
         self._post_mortem = PostMortem(self._events, lambda info: self.agents.examine(info.host, info.worker_id, info.pid, EXAMINE_S))
         self.agents = Agents(config, run_dir, self._events, self._process_ended)
@@ -485,6 +486,7 @@ class ServedRun:
 
     def _died(self, worker: str, cause: str) -> None:
         replica, _ = self._place_of(worker)
+        self.agents.died(worker)
         if (said := self.server.progress.get(worker)) and not self.ended:
             step, suspected = self.server.coordinator.committed + 1, bool(self.server.coordinator.view.quarantined)
             self._post_mortem.died(WorkerInfo(worker, said.pid, said.host, said.host), self._place_of(worker), step, cause, suspected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -145,3 +146,9 @@ class ListSlots:
 
     def fetch(self, slot: int, dp: int) -> TrainingBatch:
         return self._slots[slot][dp]
+
+
+def slot_seed(seed: int, step: int, slot: int, dp: int) -> int:
+    """RNG seed of a micro-batch: whoever computes it, in whatever attempt, draws the same numbers (rule 15)."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{slot}/{dp}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -15,6 +15,7 @@ from everstep.cluster.host import Host, WorkerInfo
 from everstep.cluster.post_mortem import PostMortem
 from everstep.cluster.results import minority
 from everstep.config.schema import Config
+from everstep.recovery.rerun import Reruns
 from everstep.recovery.view import Member, View
 from everstep.run_dir import RunDir
 from everstep.telemetry.diagnosis import Diagnosis
@@ -24,6 +25,13 @@ from everstep.telemetry.stragglers import Stragglers, Timed
 if TYPE_CHECKING:
     from everstep.recovery.server import CoordinatorServer
     from everstep.recovery.transaction import StepReport
+
+
+def reruns_of(config: Config) -> Reruns:
+    """Bit by bit where the same computation has the same bits."""
+    same = config.engine.deterministic or config.recovery.exact
+    return Reruns(0.0 if same else config.watch.rerun_tolerance, config.watch.evict_corrupt and config.recovery.enabled)
+
 
 class Watch:
     """``server()``: the coordinator's, once there is one; ``place(worker)``: (replica, rank); ``spares()``: how many are warm;
@@ -60,6 +68,7 @@ class Watch:
 
     def died(self, worker: str, cause: str) -> None:
         server, info = self._server(), self._host.infos.get(worker)
+        self.agents.died(worker)
         if server and info:
             coordinator = server.coordinator
             self._post_mortem.died(info, self._place(worker), coordinator.committed + 1, cause, suspected=bool(coordinator.view.quarantined))
@@ -86,7 +95,7 @@ class Watch:
         odd, server = minority(ranks, hashes), self._server()
         evict = server is not None and self._config.watch.evict_corrupt and self._config.recovery.enabled
         for rank in odd:
-            self._events.emit("corruption", step=view.committed, replica=rank.replica, rank=rank.rank, action="evicted" if evict else "none")
+            self._events.emit("corruption", step=view.committed, replica=rank.replica, rank=rank.rank, action="evicted" if evict else "none", found="comparison")
             member = view.member(rank.replica)
             if evict and server and member:
                 server.expel(member.workers[rank.rank], "corruption: its state differs from that of the other replicas at its position")

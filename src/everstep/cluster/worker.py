@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import os
 import threading
@@ -16,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn
 
 import psutil
 import torch
@@ -27,7 +26,7 @@ from everstep.checkpoint.index import Index
 from everstep.checkpoint.memory import Stamp
 from everstep.checkpoint.storage import place
 from everstep.checkpoint.writer import RankWriter, Ticket
-from everstep.cluster import orphaned, rehearsal
+from everstep.cluster import admission, orphaned, rehearsal
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.exchange import gather_batches
 from everstep.cluster.formation import Formation, Meant, called_off
@@ -35,25 +34,34 @@ from everstep.cluster.group import Role
 from everstep.cluster.island import Island, Round, RoundWork, without_participants
 from everstep.cluster.keeping import Keeping
 from everstep.cluster.processes import out_of_memory
-from everstep.cluster.rank_state import Kept, WholeState, clip, with_digests_of
+from everstep.cluster.rank_state import Kept, WholeState, with_digests_of
 from everstep.cluster.run_store import RunStore
-from everstep.cluster.slots import micro_batches, with_evaluated
+from everstep.cluster.slots import micro_batches, slot_seed, with_evaluated
+from everstep.cluster.step_work import Slots, StepWork
 from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.engine import cpu, source
 from everstep.engine.groups import close_groups
-from everstep.engine.loss import LossFn, LossSpec
+from everstep.engine.loss import LossSpec
 from everstep.engine.offload import Part
 from everstep.engine.step import Engine
-from everstep.errors import CoordinatorLost, DeadlineExceeded, EverstepError, ReplicaBroken, Superseded, WorkerFailed
+from everstep.errors import (
+    CoordinatorLost,
+    DeadlineExceeded,
+    EverstepError,
+    InvariantViolated,
+    ReplicaBroken,
+    Superseded,
+    WorkerFailed,
+)
 from everstep.layout import Position
 from everstep.node import page
 from everstep.recovery.control import Control
+from everstep.recovery.custody import Custody
 from everstep.recovery.healing import Healing
-from everstep.recovery.ledger import Contribution, Ledger, SlotLedger, SumLedger
 from everstep.recovery.link import Link, Links
 from everstep.recovery.replica import ReplicaWorld
-from everstep.recovery.transaction import StepReport, Total, Transaction
+from everstep.recovery.transaction import StepReport, Transaction
 from everstep.recovery.victim import Victim
 from everstep.recovery.view import Epoch, Kind, Record
 from everstep.rl.rollout import Sampling, sync
@@ -70,45 +78,6 @@ CALL_PHASES = {  # what a rank says it does; other methods: "call"
 STEPS = ("train_step", "train_round")  # they tell their phases themselves
 BROKEN_NOTICE_S = 5.0  # how long a failed collective waits for the coordinator to say that a rank is gone
 OUT_OF_MEMORY_STATUS = 12  # ENOMEM
-
-
-class Slots(Protocol):
-    """The micro-batches of a step, fetched one by one by whoever needs them."""
-
-    def __len__(self) -> int: ...
-    def fetch(self, slot: int, dp: int) -> TrainingBatch: ...
-
-
-class StepWork:
-    """One optimizer step as the transaction sees it (everstep.recovery.transaction.Work)."""
-
-    def __init__(self, worker: Worker, step: int, slots: Slots, loss: LossFn, lr: float, temperature: float, engine: Engine):
-        self.step, self.slots = step, len(slots)
-        self._worker, self._source, self._loss, self._lr, self._temperature = worker, slots, loss, lr, temperature
-        self._engine = engine
-
-    def ledger(self) -> Ledger:
-        return SlotLedger() if self._worker.config.recovery.exact else SumLedger()
-
-    def restart(self) -> None:
-        """Nothing changes before a commit."""
-
-    skip = restart
-
-    def compute(self, slots: tuple[int, ...]) -> Contribution:
-        engine, dp = self._engine, self._worker.position.dp
-        batches = [self._source.fetch(slot, dp) for slot in slots]
-        seeds = [self._worker.seed_of(self.step, slot, dp) for slot in slots]
-        sums = engine.accumulate(batches, self._loss, seeds, self._temperature)
-        self._worker.victim.spoil(self.step, gradients := engine.gradients())
-        return Contribution(gradients, sums.cpu())
-
-    def norm(self, gradients: list[torch.Tensor], sums: torch.Tensor) -> float:
-        return self._engine.squared_norm(gradients) ** 0.5 / float(sums[0])
-
-    def apply(self, total: Total) -> None:
-        gradients = [g.to(self._worker.device) for g in total.gradients]
-        self._engine.apply(gradients, clip(self._engine, total.grad_norm) / total.divisor, self._lr)
 
 
 class Worker:
@@ -256,7 +225,8 @@ class Worker:
         world = ReplicaWorld(str(replica), size, recovery.step_timeout_s, self._is_broken)
         healing = Healing(replica, rank, self.store.as_store, control.local_host, self._state, recovery, self.events, control.wants_heal)
         self._transaction = Transaction(
-            recovery, replica, formation.build, rank, self.worker_id, control, self._links, world, healing, self._state, self.events
+            recovery, replica, formation.build, rank, self.worker_id, control, self._links, world, healing, self._state, self.events,
+            Custody(self.config.watch.check_state_every, self._state, self._corrupt),
         )
         self.events.emit("form", epoch=self.control.epoch.key, replica=replica, rank=rank, build=formation.build, world_size=size)
         self._has_reference = formation.reference
@@ -270,6 +240,11 @@ class Worker:
         """Of a spare that nobody needs at present (:mod:`everstep.cluster.rehearsal`)."""
         if self._formation is None and self._kept is None:
             rehearsal.rehearse(self.config, self._source.hf_config, self.device, self.events)
+
+    def admit(self, link: str, end: int, alone: bool) -> list[dict[str, Any]]:
+        """Examine this device by itself (``alone``), and with that of another process, if there is a ``link`` to it (:mod:`everstep.cluster.admission`)."""
+        connect: Callable[[str, int], Link] = lambda name, me: Link(name, (0, 1), me, 0, self.store.open(), self.device, admission.SUM_S)
+        return admission.examine(self.device, self.config.watch.admission_s, (link, end) if link else None, connect, alone)
 
     def leave(self) -> None:
         """Drop all groups, now: closed sockets are how ranks that still wait for this one learn that it left. A clean state
@@ -381,11 +356,20 @@ class Worker:
         finally:
             self.control.phase(*before)
 
-    def _end(self, cause: str) -> NoReturn:
+    def _end(self, cause: str, status: int = OUT_OF_MEMORY_STATUS) -> NoReturn:
         """A process without memory can promise nothing: it ends, and its peers go on as after any death."""
         with contextlib.suppress(MemoryError, CoordinatorLost):  # even saying so takes memory
             self.control.dying(cause)
-        os._exit(OUT_OF_MEMORY_STATUS)
+        os._exit(status)
+
+    def _corrupt(self, cause: str) -> NoReturn:
+        """What this rank holds is not what it was given: nothing it says counts any more."""
+        evict, formation = self.config.watch.evict_corrupt and self.config.recovery.enabled, self.formation
+        self.events.emit("corruption", step=self.state.version, replica=formation.replica, rank=formation.rank,
+                         action="evicted" if evict else "none", found="at rest")
+        if evict:
+            self._end(cause, InvariantViolated.exit_code)
+        raise InvariantViolated(f"rank {formation.replica}/{formation.rank}: {cause} (watch.evict_corrupt=false)")
 
     def _wait_broken(self) -> bool:
         end = time.monotonic() + BROKEN_NOTICE_S
@@ -419,7 +403,7 @@ class Worker:
         return dataclasses.replace(report, sums=sums, metrics=metrics)
 
     def seed_of(self, step: int, slot: int, dp: int) -> int:
-        return _seed(self.config.seed, step, slot, dp)
+        return slot_seed(self.config.seed, step, slot, dp)
 
     def generate(self, batch: TrainingBatch, sampling: Sampling) -> TrainingBatch:
         """Completions for prompts; the collecting rank generates, its model-parallel peers help to gather the weights."""
@@ -592,9 +576,3 @@ class Worker:
             for _ in weights:
                 pass  # a collective: every rank of the replica takes part
         self._rollout_weights = self.state.weights_key
-
-
-def _seed(seed: int, step: int, slot: int, dp: int) -> int:
-    """RNG seed of a micro-batch: whoever computes it, in whatever attempt, draws the same numbers (rule 15)."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{slot}/{dp}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

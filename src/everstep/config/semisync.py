@@ -44,6 +44,12 @@ def check(config: Config, shape: ModelShape) -> None:
             f"{key} promises weights that do not depend on deaths, but with semisync.method={method} each replica's own optimizer state dies "
             "with it; use recovery.exact=false and recovery.mode=salvage or retry"
         )
+    if config.watch.check_state_every or config.watch.rerun_every:
+        key = "check_state_every" if config.watch.check_state_every else "rerun_every"
+        raise ConfigError(
+            f"watch.{key} compares what all replicas hold alike, but with semisync.method={method} each has weights of its own, which it changes "
+            "all the time; set it to 0"
+        )
     if config.recipe == "grpo" and (config.rl.passes > 1 or config.rl.updates_per_pass > 1):
         raise ConfigError(
             f"semisync.method={method} with recipe=grpo: an inner step is a rollout and one update, so rl.passes={config.rl.passes} and "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, field_validator, model_validator
 
 from everstep.config.section import Section
@@ -32,7 +34,7 @@ class AlertConfig(Section):
 
     events: list[str] = Field(
         min_length=1,
-        description="Kinds of events (docs/events.md) that are told, such as death, error, run_end, straggler, corruption, spike.",
+        description="Kinds of events (docs/events.md) that are told, such as death, error, run_end, straggler, corruption, spike, health, stuck, quarantine.",
     )
     url: str | None = Field(None, description="Webhook (http or https): gets a POST with the event as JSON, and a line of `text` in it.")
     command: list[str] | None = Field(
@@ -84,6 +86,26 @@ class WatchConfig(Section):
         description="When train.verify_every finds that the states of replicas differ, and most of them agree: replace the ranks that differ "
         "and go on. false, or no majority: the run ends (exit code 4).",
     )
+    check_state_every: int = Field(
+        0, ge=0, description="In every so many-th step a rank sums up its state after the commit before, and again before it votes: what changed in between, "
+        "changed in its memory. Such a rank is evicted (watch.evict_corrupt) before anything that it computed counts. Costs two readings of "
+        "the state. 1: every step; 0: never.",
+    )
+    rerun_every: int = Field(
+        0, ge=0, description="In every so many-th step one slot of each replica is computed by another one, too, and the gradients are compared before the "
+        "commit; who computes wrongly is found by computing the step once more, and evicted. Costs one slot more for each replica in such a step, and "
+        "a second gradient buffer. 0: never.",
+    )
+    rerun_tolerance: float = Field(
+        1e-3, gt=0, description="Relative difference of the gradient norms of one slot that counts as none, with engine.deterministic=false; else they are "
+        "compared bit by bit.",
+    )
+    admission: Literal["restarts", "all", "never"] = Field(
+        "restarts",
+        description="`restarts`: a process that is started while the run goes on (in the place of a dead one, on whatever node) first examines its device, as "
+        "`everstep doctor` does; one that is unfit is ended, and the next place is tried. `all`: the ranks and spares at the start, too; one that is unfit ends the run then. `never`: devices are taken as they are. launcher=ray.",
+    )
+    admission_s: float = Field(0.2, ge=0, description="Seconds for each measurement of watch.admission, beside one round of each check.")
     agent_every_s: float = Field(
         1.0, ge=0, description="Seconds between two looks of a node's agent at its ranks, devices, memory, disks, network links and the kernel's log. "
         "0: no agents; a death on another node has no evidence of its node then.",

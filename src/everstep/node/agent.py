@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,13 +28,14 @@ from typing import Any
 
 from everstep.cluster.processes import ProcessWatch, pid_runs
 from everstep.errors import BadInput
-from everstep.node.page import Reading, View
+from everstep.node.page import Reading, View, Where
 from everstep.node.senses import News, Senses
 from everstep.node.verdict import Stuck, explain, surely_stuck
 from everstep.telemetry.diagnosis import PY_SPY_S, kernel_view
 from everstep.telemetry.health import Sign
 
 _LINES = 2000      # of stacks that are sent
+_LATE_S = 0.05     # is usual on a busy machine
 _RECENT_S = 120.0  # what passed so long ago at most is evidence of a death
 
 
@@ -72,7 +74,12 @@ class _Rank:
     last: Reading | None = None
     ended: bool = False
     stuck: Stuck | None = None  # by the last look while it lived
+    tick: float = 0.0           # at that look
     told: set[tuple[str, bool]] = field(default_factory=set)  # what was said of it, while that is so
+
+    def has_not_moved(self, reading: Reading) -> bool:
+        """Whether its process was surely stuck, and is so still. What the kernel says of one that is being killed is no better reason."""
+        return self.stuck is not None and self.stuck.sure and self.stuck.what == "process" and reading.tick == self.tick
 
 
 class NodeWatch:
@@ -87,6 +94,7 @@ class NodeWatch:
         self._lock = threading.Lock()
         self._looking = threading.Lock()
         self._over = False
+        self._excused: deque[tuple[float, float]] = deque()  # when, and for how long the agent got no CPU
         self._processes = ProcessWatch(self._ended)
         self.quarantined: dict[str, str] = {}  # UUID -> why
 
@@ -99,12 +107,6 @@ class NodeWatch:
             self._ranks[worker] = _Rank(pid)
         self._senses.oom.watch(pid)
         self._processes.add(worker, pid)
-
-    def forget(self, worker: str) -> None:
-        """It ends, and that is no news."""
-        with self._lock:
-            if rank := self._ranks.get(worker):
-                rank.ended = True
 
     @property
     def somebody_lives(self) -> bool:
@@ -127,6 +129,18 @@ class NodeWatch:
             self._look_at_ranks()
             self._news(self._senses.look())
 
+    def excuse(self, late_s: float) -> None:
+        """The agent itself got no CPU for so long: neither may its ranks have got any. For as long as it takes to call one stuck."""
+        if late_s > _LATE_S:
+            self._excused.append((time.monotonic(), late_s))
+
+    @property
+    def _after_s(self) -> float:
+        now = time.monotonic()
+        while self._excused and now - self._excused[0][0] > self._stuck_after_s + self._excused[0][1]:
+            self._excused.popleft()
+        return self._stuck_after_s + sum(late_s for _, late_s in self._excused)
+
     def examine(self, worker: str, pid: int, spy: bool) -> dict[str, Any]:
         """All that can be said now of a rank and of its machine, for somebody who asks. ``spy``: with its Python stacks, read from outside."""
         with self._lock:
@@ -136,8 +150,8 @@ class NodeWatch:
         found: dict[str, Any] = {"node": self.node, "signs": [asdict(sign) for sign in self._senses.recent(_RECENT_S)], "kernel": kernel_view(pid)}
         found["page"] = reading.as_json(now) if reading else None
         found["says"] = reading.says(now) if reading else ""
-        if reading and not rank.ended:
-            rank.stuck = explain(reading, *_state(pid), now, self._stuck_after_s, 0.0)
+        if reading and not rank.ended and not rank.has_not_moved(reading):
+            rank.stuck = explain(reading, *_state(pid), now, self._after_s, 0.0)
         found["stuck"] = asdict(rank.stuck) if rank.stuck else None
         found["stacks"] = stacks(pid) if spy else ""
         return found
@@ -150,16 +164,16 @@ class NodeWatch:
         now = time.monotonic()
         for worker, rank in ranks:
             reading = _reading(rank)
-            if reading is None:
+            if reading is None or rank.has_not_moved(reading):
                 continue
             state, waits_in = _state(rank.pid)
             if not state or state in "ZX":
                 continue  # its end is told by its pidfd
-            stuck = explain(reading, state, waits_in, now, self._stuck_after_s, self._suspect_s)
+            stuck = explain(reading, state, waits_in, now, self._after_s, self._suspect_s)
             seen: set[tuple[str, bool]] = {(stuck.what, stuck.sure)} if stuck else set()
             if stuck and not seen <= rank.told:
                 self._stuck(worker, rank.pid, reading, stuck)
-            rank.told, rank.stuck = seen, stuck
+            rank.told, rank.stuck, rank.tick = seen, stuck, reading.tick
 
     def _stuck(self, worker: str, pid: int, reading: Reading, stuck: Stuck) -> None:
         at = reading.where
@@ -172,11 +186,10 @@ class NodeWatch:
         if rank is None or self._over:
             return
         reading, now = _reading(rank), time.monotonic()
-        expected, rank.ended = rank.ended, True
-        if not expected:
-            at = reading.where if reading else None
-            self._tell("rank_end", step=at.step if at else 0, node=self.node, worker=worker, worker_pid=rank.pid, replica=at.replica if at else -1,
-                       rank=at.rank if at else -1, says=reading.says(now) if reading else "its page had not been opened yet")
+        rank.ended = True
+        at = reading.where if reading else Where()
+        self._tell("rank_end", step=at.step, node=self.node, worker=worker, worker_pid=rank.pid, replica=at.replica, rank=at.rank,
+                   says=reading.says(now) if reading else "it had no page, or it was not opened yet")
 
     # -- the machine ---------------------------------------------------------------------------------------------------------------------
 

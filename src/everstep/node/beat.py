@@ -11,6 +11,7 @@ looked at, never waited for. Without a device there are no such questions.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable
@@ -97,6 +98,7 @@ def start(worker: str, device: torch.device) -> None:
     mine = page.open_mine(worker, name_of(device))
     note_collectives()
     mine.tick()
+    atexit.register(mine.ends)  # what follows stops all other threads, and may take its time
     _for_ever("page-tick", mine.tick, TICK_S)
     if device.type == "cuda":
         _for_ever("page-device", Heart(mine, Cuda(device)).beat, _LOOK_S)

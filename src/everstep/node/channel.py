@@ -34,6 +34,7 @@ LOG = logging.getLogger(__name__)
 ANOTHER = 3          # exit status: this node has an agent for the run already
 _CONNECT_S = 5.0
 _SEND_S = 2
+_FIRST_S = 15.0      # for the coordinator to be there at the start: it is it who wanted an agent
 _RETRY_S = 0.2
 _KEPT = 1000         # findings that wait for a coordinator
 
@@ -88,19 +89,21 @@ class _Agent:
             self._watch.round()
             self._beat()
             heard = heard or self._lost_since is None
+            began = time.monotonic()
             self._over.wait(self._spec.every_s)
+            self._watch.excuse(time.monotonic() - began - self._spec.every_s)
             if self._is_alone(heard):
                 return
 
     def close(self) -> None:
         self._over.set()
         self._watch.close()
-        with self._lock:
-            if self._socket:
-                self._socket.close()
         with contextlib.suppress(ValueError, OSError):
             self._events.emit("agent", node=self._spec.node, state="down", sees=self._sees)
         self._events.close()
+        with self._lock:  # last: the lead waits for it, and then nothing of this run is open here any more
+            if self._socket:
+                self._socket.close()
 
     def _is_alone(self, heard: bool) -> bool:
         """Without a coordinator, and with nobody to look at or for too long: nothing comes of this any more."""
@@ -108,7 +111,7 @@ class _Agent:
         if since is None:
             return False
         lost_s = time.monotonic() - since
-        return lost_s > self._spec.lost_s or (heard and lost_s > 2 * _RETRY_S and not self._watch.somebody_lives)
+        return lost_s > (self._spec.lost_s if heard else _FIRST_S) or (heard and lost_s > 2 * _RETRY_S and not self._watch.somebody_lives)
 
     # -- what is found -----------------------------------------------------------------------------------------------------------------
 
@@ -158,11 +161,13 @@ class _Agent:
                 while True:
                     self._obey(wire.receive(sock))
             except (wire.Closed, KeyError, ValueError, TypeError) as error:
-                LOG.warning("the coordinator is gone: %s", error)
-            finally:
-                with self._lock:
-                    self._socket, self._lost_since = None, time.monotonic()
-                sock.close()
+                if not self._over.is_set():
+                    LOG.warning("the coordinator is gone: %s", error)
+            if self._over.is_set():
+                return  # the connection ends with this process's work
+            with self._lock:
+                self._socket, self._lost_since = None, time.monotonic()
+            sock.close()
 
     def _connect(self) -> socket.socket:
         found = rendezvous.find(Path(self._spec.run_dir))
@@ -182,8 +187,6 @@ class _Agent:
         match order["type"]:
             case "watch":
                 self._watch.add(str(order["worker"]), int(order["pid"]))
-            case "forget":
-                self._watch.forget(str(order["worker"]))
             case "examine":  # on a thread: py-spy takes its time
                 threading.Thread(target=self._examine, args=(order,), name="agent-examines", daemon=True).start()
             case "over":

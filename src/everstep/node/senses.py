@@ -191,6 +191,8 @@ class Senses:
     ):
         self._folders, self._nvml, self._clock = tuple(folders), nvml, clock
         self.kernel, self.oom, self._links = kernel or KernelLog(), oom or OutOfMemory(), links or Links()
+        if nvml:
+            nvml.nvmlInit()  # counted: with this one each look's own costs nothing
         self.gpus = gpus(nvml) if nvml else []
         self._standing: dict[tuple[str, str, str], Sign] = {}
         self._past: deque[tuple[float, Sign]] = deque(maxlen=_KEPT)
@@ -233,6 +235,8 @@ class Senses:
 
     def close(self) -> None:
         self.kernel.close()
+        if self._nvml:
+            self._nvml.nvmlShutdown()
 
     def _passing(self) -> Iterable[Sign]:
         yield from kernel_signs(self.kernel.new_lines())

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from everstep.node.page import Reading
+from everstep.node.page import ENDS, Reading
 from everstep.recovery.progress import BUSY
 
 #: Phases in which a rank that does not move is held up or holds up; in the others it waits for a call.
@@ -38,7 +38,7 @@ def surely_stuck(reading: Reading, state: str, waits_in: str, now: float, after_
     silent_s, device = now - reading.tick, reading.device
     if reading.tick and state in "Tt":
         return Stuck("process", True, "its process is stopped (SIGSTOP, or a debugger)", silent_s)
-    if reading.tick and silent_s > after_s:
+    if reading.tick and silent_s > after_s and reading.where.phase != ENDS:
         where = f"its main thread is in the kernel, in {waits_in}" if state == "D" else "its interpreter lock is held, or it gets no CPU"
         return Stuck("process", True, f"no thread of Python has run for {silent_s:.1f} s: {where}", silent_s)
     if device.asked > device.answered and now - device.asked > after_s:

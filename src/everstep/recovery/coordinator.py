@@ -29,7 +29,8 @@ What a new view means for work already done is said by its deal (:class:`everste
     a joiner, while HELD                 as before                dealt to contributors    dealt to all replicas
     a link broke, everybody is alive     as before                dealt to contributors    dealt to all replicas
     totals differ, or are not finite,    dealt to contributors    dealt to contributors    dealt to all replicas
-    or a slot counted twice
+    a slot counted twice, or two
+    replicas differ about one
     ===================================  =======================  =======================  =======================
 """
 
@@ -43,6 +44,7 @@ from typing import Any
 
 from everstep.errors import DeadlineExceeded, InvariantViolated
 from everstep.recovery.nonfinite import Finding, NonFinites
+from everstep.recovery.rerun import Reruns
 from everstep.recovery.view import Deal, Epoch, Heal, Kind, Member, Outcome, Record, View, Vote, link_name
 
 TAKEOVER = "takeover"  # cause of the record with which a coordinator goes on where a dead one ended
@@ -89,11 +91,11 @@ class Coordinator:
     """``min_replicas``: with fewer members nothing commits (``wait`` needs all). ``standbys_up_to``: with at most this many members a
     standby link is kept for each one that may die. ``quarantine_after``: replicas that may die while they compute one slot, before it
     is left out of the step (0: no limit). ``stop_at_non_finite``: a total that is not finite twice raises NonFinite, else the step is
-    skipped. ``rotates``: what was not finite is computed by another replica the second time."""
+    skipped. ``rotates``: what was not finite is computed by another replica the second time. ``reruns``: judges slots that two replicas computed."""
 
     def __init__(
         self, incarnation: int, committed: int = 0, min_replicas: int = 1, mode: Mode = Mode.SALVAGE, standbys_up_to: int = 0,
-        quarantine_after: int = 0, stop_at_non_finite: bool = False, rotates: bool = True,
+        quarantine_after: int = 0, stop_at_non_finite: bool = False, rotates: bool = True, reruns: Reruns | None = None,
     ):
         self.state = State.FORMING
         self.mode = mode
@@ -114,6 +116,7 @@ class Coordinator:
         self._unbuildable: set[tuple[Member, ...]] = set()  # standbys that were not finished in time; not tried again
         self._mismatches = 0
         self._nonfinite = NonFinites(stop_at_non_finite, rotates and mode is not Mode.WAIT)
+        self.reruns = reruns or Reruns()
         self._link_failures = 0
         self._heal_failures: dict[Member, int] = {}
         self._heals = 0
@@ -174,6 +177,7 @@ class Coordinator:
         self.committed = self.begun = step
         self._mismatches = self._link_failures = 0
         self._nonfinite.clear()
+        self.reruns.clear()
         kept = tuple(sorted(members, key=lambda m: m.replica))
         self.state = State.VOTING
         record = self._new_view(kept, (), cause, redeal=True)
@@ -230,6 +234,8 @@ class Coordinator:
         self._link_failures = 0
         healing = self._still_healing(survivors)
         decided = bool(survivors) and self._all_voted(survivors) and self._agree(survivors) and self._finite(survivors)
+        if worker in self.reruns.guilty or (decided and self.reruns.disputed(self.view, self.votes)):
+            decided = False  # the total has in it what is in doubt
         if self.state is State.VOTING and decided and len(healing) < len(survivors):
             record = self._commit(Outcome.APPLY, survivors, cause)
         else:
@@ -372,6 +378,8 @@ class Coordinator:
             outcome = Outcome.SKIP
         else:
             self._nonfinite.passed(self.committed + 1, self.view)
+            if again := self.reruns.happened(self.committed + 1, self.view, self.votes):
+                return [] if self.reruns.waits else [self._new_view(self.view.members, self.view.heals, again, redeal=True)]
             outcome = Outcome.APPLY
         return [self._commit(outcome, self.view.members, ""), *self._next_build()]
 
@@ -406,6 +414,7 @@ class Coordinator:
         self._holding.clear()
         self._mismatches = self._link_failures = 0
         self._nonfinite.clear()
+        self.reruns.clear()
         self._died_of = {of: lives for of, lives in self._died_of.items() if of[0] > step}
         epoch, link_id, ready = before.epoch, before.link_id, before.link_ready
         if members != before.members:

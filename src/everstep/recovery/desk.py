@@ -282,6 +282,9 @@ class Desk:
             self._changed.notify_all()
         for record in records:
             self._listener.on_record(record)
+        for found in self.coordinator.reruns.take_culprits():
+            self._events.emit("corruption", step=self.coordinator.committed + 1, replica=found.replica, rank=found.rank, action="evicted", found="rerun")
+            self.expel(found.worker, found.cause)
 
     def _fail(self, error: EverstepError) -> None:
         """Nothing is decided any more; the recipe raises ``error`` at its next look."""

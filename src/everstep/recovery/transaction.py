@@ -41,11 +41,14 @@ from everstep.errors import (
 )
 from everstep.recovery import heal
 from everstep.recovery.control import Control
+from everstep.recovery.custody import Custody
+from everstep.recovery.digest import digest_of
 from everstep.recovery.healing import Healing, Stage
 from everstep.recovery.ledger import Contribution, Inventory, Ledger
 from everstep.recovery.link import Link, Links
 from everstep.recovery.replica import ReplicaWorld
-from everstep.recovery.view import Epoch, Heal, Kind, Outcome, Record, View, Vote, assign
+from everstep.recovery.rerun import looked_at, rerun_of
+from everstep.recovery.view import Epoch, Heal, Kind, Outcome, Record, Rerun, View, Vote, assign
 from everstep.telemetry.events import EventLog
 
 LOG = logging.getLogger(__name__)
@@ -83,6 +86,8 @@ class Work(Protocol):
 
     step: int
     slots: int
+    rerun: Callable[[int], Contribution] | None
+    """The gradient of a slot that another replica holds, to be compared with its own; overwrites the buffers. None: not in this step."""
 
     def ledger(self) -> Ledger:
         """An empty one, for this step."""
@@ -149,7 +154,7 @@ class StepReport:
 class Transaction:
     def __init__(
         self, config: RecoveryConfig, replica: int, build: int, rank: int, worker: str, control: Control, links: Links,
-        world: ReplicaWorld, healing: Healing, state: heal.State, events: EventLog,
+        world: ReplicaWorld, healing: Healing, state: heal.State, events: EventLog, custody: Custody | None = None,
     ):
         self._config, self._replica, self._build, self._rank, self._worker = config, replica, build, rank, worker
         self._heal: Heal | None = None  # the heal that I am in, or was in last
@@ -158,7 +163,8 @@ class Transaction:
         self._kept: list[Kept] = []     # committed totals of the steps after the version that the heal brings
         self._entered = False  # some view has had this life of the replica as a member
         self._control, self._links, self._world, self._healing = control, links, world, healing
-        self._state, self._events = state, events
+        self._state, self._events, self._custody = state, events, custody
+        self._reruns: list[Rerun] = []    # of slots that are looked at in this attempt
         self._phase = Phase.IDLE
         self._seconds: dict[str, float] = {}
         self._since = 0.0
@@ -277,6 +283,11 @@ class Transaction:
             mine = view.deal.share(member, work.slots) if member else ()
             mine = tuple(slot for slot in mine if slot not in view.quarantined)
             self._dealt = len(mine) if self._dealt is None else self._dealt
+            own, theirs = looked_at(view.deal, member, work.slots, work.step) if member and work.rerun else (None, None)
+            self._witness(work, None if theirs in view.quarantined else theirs)
+            if own in mine:
+                self._fill(Phase.COMPUTE, work, view, ledger, (own,), compare=True)
+                mine = tuple(slot for slot in mine if slot != own)
             self._fill(Phase.COMPUTE, work, view, ledger, mine)
         while True:
             link, inventory = self._exchange(work, record, ledger, stale)
@@ -292,9 +303,18 @@ class Transaction:
         self._vote(work, view, total, ledger, inventory.held)
         return total
 
-    def _fill(self, phase: Phase, work: Work, view: View, ledger: Ledger, slots: tuple[int, ...]) -> None:
-        """Compute slots into the ledger. Salvage of none is none; of a deal, even nothing gives the sizes of gradients and sums."""
-        if phase is Phase.SALVAGE and not slots:
+    def _witness(self, work: Work, slot: int | None) -> None:
+        """Compute a slot of another replica, before any of mine is in the buffers."""
+        self._reruns = []
+        if work.rerun and slot is not None:
+            self._enter(Phase.COMPUTE, work.step)
+            self._control.phase(work.step, Phase.COMPUTE, computing=[slot])
+            self._reruns.append(rerun_of(slot, work.rerun(slot).gradients))
+
+    def _fill(self, phase: Phase, work: Work, view: View, ledger: Ledger, slots: tuple[int, ...], compare: bool = False) -> None:
+        """Compute slots into the ledger. Salvage of none is none; of a deal, even nothing gives the sizes of gradients and sums.
+        ``compare``: this one slot is computed by another replica, too."""
+        if not slots and (phase is Phase.SALVAGE or ledger.held):
             return
         self._enter(phase, work.step)
         start = time.monotonic()
@@ -303,7 +323,10 @@ class Transaction:
 
         def compute(portion: tuple[int, ...]) -> Contribution:
             self._control.phase(work.step, phase, computing=list(portion))  # if we die of it, the coordinator knows of what
-            return work.compute(portion)
+            contribution = work.compute(portion)
+            if compare:
+                self._reruns.append(rerun_of(portion[0], contribution.gradients))
+            return contribution
 
         ledger.fill(slots, compute)
         self._computed += len(slots)
@@ -355,15 +378,17 @@ class Transaction:
         return gradients
 
     def _vote(self, work: Work, view: View, total: Total, ledger: Ledger, slots: tuple[int, ...]) -> None:
-        digest = _digest(total.gradients) if self._config.enabled else 0
+        digest = digest_of(total.gradients) if self._config.enabled else 0
         finite = _is_finite(total)
+        if self._custody and not self._behind:
+            self._custody.check()
         self._enter(Phase.VOTE, work.step)
         self._tell("vote", work.step, view.epoch, deal=view.deal.number, ledger=list(slots), held=list(ledger.held),
                    divisor=total.divisor, finite=finite, grad_norm=total.grad_norm, digest=digest)
         bits = struct.unpack("<q", struct.pack("<d", total.grad_norm))[0]
         self.holds = None if self._behind else (work.step, view.epoch)
         self._control.vote(Vote(self._worker, work.step, view.epoch, digest, total.divisor, bits, finite, not self._behind, slots,
-                                () if finite else ledger.spoiled()))
+                                () if finite else ledger.spoiled(), tuple(self._reruns)))
 
     def _finish(self, work: Work, outcome: Outcome, total: Total, attempts: int, sent_bytes: int) -> StepReport:
         self._enter(Phase.APPLY, work.step)
@@ -387,6 +412,8 @@ class Transaction:
             work.skip()
             self._tell("skip", work.step, total.epoch)
         self._state.version = work.step
+        if self._custody:
+            self._custody.seal()
 
     def _catch_up(self, work: Work, view: View, one: Heal, stale: Callable[[], bool]) -> None:
         """Go on with my heal: begin it, look how far it is, and once it is done apply what was committed meanwhile.
@@ -461,19 +488,3 @@ class Transaction:
 def _is_finite(total: Total) -> bool:
     return bool(torch.isfinite(total.sums).all()) and math.isfinite(total.grad_norm)
 
-
-_COLUMNS = 4096
-
-
-def _digest(tensors: list[torch.Tensor]) -> int:
-    """A checksum of all bits, computed where the tensors are: equal totals give equal digests on every member. Sums of the 32-bit
-    words by column and by row of a table, weighed by their places; read twice, nothing of the tensors' size is allocated."""
-    digest = 0
-    for tensor in tensors:
-        words = tensor.detach().contiguous().view(torch.int32).reshape(-1)
-        whole = words.numel() // _COLUMNS * _COLUMNS
-        table, rest = words[:whole].view(-1, _COLUMNS), words[whole:]
-        for sums in (table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64), rest.to(torch.int64)):
-            places = torch.arange(1, sums.numel() + 1, device=sums.device, dtype=torch.int64) % 65521
-            digest = (digest * 1_000_003 + int((sums * places).sum())) & 0x7FFF_FFFF_FFFF_FFFF
-    return digest

@@ -248,10 +248,20 @@ _READ: dict[str, Callable[[Any], Any]] = {
 
 
 @dataclass(frozen=True)
+class Rerun:
+    """What one rank's gradient of one slot, by itself, was. ``norm``: Euclidean, of this rank's shard."""
+
+    slot: int
+    digest: int
+    norm: float
+
+
+@dataclass(frozen=True)
 class Vote:
     """One rank's word that it holds the total of (step, epoch). All values must be equal over all ranks of a position's link;
     ``divisor``, ``grad_norm_bits`` and ``finite`` over all ranks of all members (rule 5). ``healed``: the rank holds the state to which
-    the total belongs, version ``step - 1``; a healing one may not yet, and will apply the total later. ``spoiled``: slots that the rank holds of which something is not finite by itself (all that it computed together)."""
+    the total belongs, version ``step - 1``; a healing one may not yet, and will apply the total later. ``spoiled``: slots that the rank holds of which something is not finite by itself (all that it computed together). ``reruns``: of slots that
+    other replicas compute, too, in this attempt (:mod:`everstep.recovery.rerun`)."""
 
     worker: str
     step: int
@@ -263,10 +273,12 @@ class Vote:
     healed: bool = True
     slots: tuple[int, ...] = field(default=())  # the slots the total contains, each exactly once
     spoiled: tuple[int, ...] = field(default=())
+    reruns: tuple[Rerun, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def from_json(d: dict[str, Any]) -> Vote:
-        return Vote(**(d | {"epoch": Epoch(**d["epoch"]), "slots": tuple(d["slots"]), "spoiled": tuple(d["spoiled"])}))
+        return Vote(**(d | {"epoch": Epoch(**d["epoch"]), "slots": tuple(d["slots"]), "spoiled": tuple(d["spoiled"]),
+                          "reruns": tuple(Rerun(**r) for r in d["reruns"])}))

@@ -276,11 +276,15 @@ EVENTS: dict[str, EventKind] = {
         step=True,
     ),
     "corruption": _kind(
-        "lead",
-        "The rank's state differs from that which most replicas have at its position; `action`: evicted, or none (the run ends).",
-        "replica rank action",
+        "both",
+        "What the rank holds or computes is wrong. `found`: comparison (its state differs from that which most replicas have at its position), at rest "
+        "(its state changed in memory between two commits; it says so itself), rerun (others computed another gradient of the same slot). "
+        "`action`: evicted, or none (the run ends).",
+        "replica rank action found",
         step=True,
     ),
+    "admitted": _kind("lead", "A new process examined its device (watch.admission) and may become a spare; `checks`: state and numbers of each.", "worker seconds checks"),
+    "refused": _kind("lead", "A new process was ended, because its device failed a check (`cause`); the next place is tried.", "worker node checks cause"),
     "spike": _kind("lead", "A loss or gradient norm jumped; `usual`: the median of the steps before.", "metric value usual", step=True),
     "failure": _kind(
         "lead",

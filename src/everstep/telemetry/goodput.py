@@ -141,7 +141,7 @@ def _paint(painted: dict[Place, list[Span]], events: Sequence[Event], over: floa
     own: dict[Place, list[Event]] = defaultdict(list)
     for event in events:
         place = _place(event)
-        if place is not None and event.who != "lead":
+        if place is not None and event.who != "lead" and not event.who.startswith("agent-"):  # of the rank itself
             own[place].append(event)
     deaths = _deaths(events)
     for place, spans in painted.items():

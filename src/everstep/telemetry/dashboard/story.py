@@ -189,7 +189,8 @@ def timeline(events: Sequence[Event]) -> list[dict[str, Any]]:
         "failure": lambda e: f"{e['failure_class']}: {'; '.join(e['evidence'])}",
         "diagnosis": lambda e: f"what every rank did: {e['path']}",
         "straggler": lambda e: f"slow in {e['phase']}: {e['ratio']:.2f} times its peers",
-        "corruption": lambda e: f"its state differs from that of the others: {e['action']}",
+        "corruption": lambda e: f"wrong, by {e.get('found', 'comparison')}: {e['action']}",
+        "refused": lambda e: f"{e['worker']} on {e['node']} is unfit: {e['cause']}",
         "spike": lambda e: f"{e['metric']} is {e['value']:.4g}; usual is {e['usual']:.4g}",
     }
     return [

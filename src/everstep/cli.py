@@ -93,11 +93,11 @@ def up(
     """Train without Ray: all replicas on this machine, each a torchrun.
 
     Starts a lighthouse and one process for each replica, with devices of its own,
-    and starts anew what dies. What they print goes to RUN/logs/latest.
+    and starts anew what dies. What they print is shown here; RUN/logs/latest has their logs.
     """
     from everstep.config.load import load_config
 
-    given = [*(overrides or []), "launcher=local"]
+    given = overrides or []
     loaded = load_config(config, given)
     from everstep.driver import run_replicas
 

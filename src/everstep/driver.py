@@ -33,7 +33,15 @@ from everstep.config.check import check
 from everstep.config.schema import Config
 from everstep.data import PreparedData
 from everstep.data import check as check_data
-from everstep.errors import BadInput, BelowMinimum, EverstepError, Interrupted, InvariantViolated, RolledBack
+from everstep.errors import (
+    BadInput,
+    BelowMinimum,
+    ConfigError,
+    EverstepError,
+    Interrupted,
+    InvariantViolated,
+    RolledBack,
+)
 from everstep.recipes import dpo, grpo, ppo, sft
 from everstep.recipes.run import Run
 from everstep.recovery import rendezvous
@@ -124,6 +132,8 @@ def run_replicas(config: Config, program: Sequence[str], clean: bool) -> int:
     from everstep.cluster.up import up
 
     _quiet_libraries()
+    if config.launcher == "ray":
+        raise ConfigError("launcher=ray: everstep up starts replicas without Ray; leave it out, or use everstep train")
     config = environment.placed(config.model_copy(update={"launcher": "local"}))
     check(config.model_copy(update={"replica": config.replica.model_copy(update={"id": 0})}))
     check_run_dir(config, clean)

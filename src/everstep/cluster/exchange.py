@@ -6,11 +6,13 @@ and JSON, which run nothing; other objects are pickled only with a keyed digest 
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import os
 import pickle
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,9 +44,10 @@ def broadcast_object(value: Any, secret: str) -> Any:
     """Rank 0's ``value``. Raises ReplicaBroken if the digest is wrong."""
     data = _sealed(value, secret) if dist.get_rank() == 0 else b""
     size = torch.tensor([len(data)])
-    dist.broadcast(size, 0)
-    buffer = _tensor(data) if data else torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(buffer, 0)
+    with _together():
+        dist.broadcast(size, 0)
+        buffer = _tensor(data) if data else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(buffer, 0)
     return value if dist.get_rank() == 0 else _opened(buffer.numpy().tobytes(), secret)
 
 
@@ -78,14 +81,25 @@ def _opened(data: bytes, secret: str) -> Any:
 
 def _gather(data: bytes) -> list[bytes]:
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(data)]))
+    with _together():
+        dist.all_gather(sizes, torch.tensor([len(data)]))
     longest = max(1, max(int(size) for size in sizes))
     mine = torch.zeros(longest, dtype=torch.uint8)
     if data:
         mine[: len(data)] = _tensor(data)
     everybody = [torch.empty_like(mine) for _ in sizes]
-    dist.all_gather(everybody, mine)
+    with _together():
+        dist.all_gather(everybody, mine)
     return [row[: int(size)].numpy().tobytes() for row, size in zip(everybody, sizes, strict=True)]
+
+
+@contextlib.contextmanager
+def _together() -> Iterator[None]:
+    """A rank that dies takes those with it that wait for it; torch has no type for that."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ReplicaBroken(f"a rank of this replica is gone: {str(error).splitlines()[0]}") from error
 
 
 def _tensor(data: bytes) -> torch.Tensor:

@@ -75,7 +75,7 @@ class Head:
                 if time.monotonic() > end:
                     host, port = self._address
                     raise CoordinatorLost(
-                        f"no lighthouse answered at {host}:{port} for {self._wait_s:g} s (lighthouse.wait_s; {closed}); start one with "
+                        f"no lighthouse answered at {host}:{port - 1} (its coordinator: port {port}) for {self._wait_s:g} s (lighthouse.wait_s; {closed}); start one with "
                         "`everstep lighthouse`, and name it in TORCHFT_LIGHTHOUSE or lighthouse.address"
                     ) from closed
                 time.sleep(_RETRY_S)

@@ -42,6 +42,7 @@ from everstep.run_dir import RunDir
 DEFAULT_PORT = 29510  # torchft's
 TOKEN_VARIABLE = "EVERSTEP_LIGHTHOUSE_TOKEN"
 _HELLO_S = 10.0
+_PORTS = 1 << 16  # a lighthouse has three, next to each other
 _SURVIVORS_S = 10.0  # that a run begun anew in a folder waits for members of the last one, if that was not ended in order
 
 
@@ -68,7 +69,7 @@ class Ports:
     def parse(address: str) -> Ports:
         """From ``http://host:port`` (the scheme may be left out). BadInput."""
         host, colon, port = address.removeprefix("http://").rstrip("/").rpartition(":")
-        if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65534:
+        if not colon or not host or not port.isdecimal() or not 0 < int(port) < _PORTS - 2:
             raise BadInput(f"lighthouse address {address!r} is not of the form http://HOST:PORT (TORCHFT_LIGHTHOUSE, lighthouse.address)")
         return Ports(host, int(port))
 
@@ -371,6 +372,10 @@ def serve(
     say: Callable[[str], None], until: threading.Event,
 ) -> None:
     """Run torchft's lighthouse and ours until ``until`` is set. BadInput if a port is taken, or if others could command the ranks."""
+    if not 0 < port < _PORTS - 2:
+        raise BadInput(f"--port {port}: this one and the two after it must be port numbers, below {_PORTS}")
+    if min_replicas < 1:
+        raise BadInput(f"--min-replicas {min_replicas}: a run begins with one replica at least")
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token and bind not in ("127.0.0.1", "localhost", "::1"):
         raise BadInput(

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from everstep.checkpoint import memory, saving
 from everstep.checkpoint.choose import Chosen
@@ -108,7 +109,11 @@ def join_world(config: Config) -> environment.RankEnvironment:
     os.environ.update(config.env)  # a plain torchrun knows nothing of it
     os.environ.update(NCCL_ENVIRONMENT)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=config.recovery.step_timeout_s))
+    timeout = timedelta(seconds=config.recovery.step_timeout_s)
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    # torchrun's store outlives its ranks, and would hand one that is started anew the addresses of the dead.
+    life = dist.PrefixStore(f"everstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, store=life, rank=rank, world_size=size, timeout=timeout)
     return env
 
 

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from everstep.cluster.environment import check_user_environment, detect_launcher, inside_torchrun
+from everstep.cluster.environment import check_user_environment, detect_launcher, inside_torchrun, lighthouse_address
 from everstep.config import derive, rollouts, semisync
 from everstep.config.schema import Config, Fault, OptimizerConfig
 from everstep.data.functions import check_arguments, load_function
@@ -157,6 +157,10 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
             raise ConfigError(
                 f"replica.id={config.replica.id} is not below the number of replicas, {layout.replicas} (replica.count, layout.replicas)"
             )
+        if config.replica.id is not None:
+            from everstep.cluster.lighthouse import Ports
+
+            Ports.parse(lighthouse_address(config, environ))
         if config.replica.id is not None and importlib.util.find_spec("torchft") is None:
             raise ConfigError("several replicas under torchrun need torchft, which is not installed: pip install torchft==0.2.0")
         if config.recovery.controller_grace_s:
@@ -191,6 +195,11 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
                 )
         elif config.local.port:
             _check_port(config.local.port)
+    elif config.replica.id is not None:
+        raise ConfigError(
+            f"replica.id={config.replica.id} is for launcher=local, where each replica is started by a command of its own; "
+            f"launcher={config.launcher} would start all {layout.replicas} of them. Give launcher=local, or leave it out"
+        )
     if not config.ray.address:  # else it is other machines that must have them
         derive.fused_kernels(config.engine, cuda=derive.device(config, environ) == "cuda")
     if derive.device(config, environ) == "cuda" and not config.ray.address:

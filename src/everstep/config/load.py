@@ -290,7 +290,7 @@ def _validate(tree: dict[str, Any], origins: Origins) -> Config:
             where = f" in {origins.path}" if origins.path else ""
             message = f"{key} is not set{where} and has no default{about}"
         elif first["type"] == "value_error":  # a section's own rule, which says what is wrong
-            message = f"{_given(key, first['input'], origins)}: {first['ctx']['error']}"
+            message = f"{_given(key, first['input'], origins)}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
         elif info is not None:
             message = str(_wrong(key, first["input"], info, origins))
         else:

@@ -559,5 +559,5 @@ class Config(Section):
         if count is None or not isinstance(layout, dict):
             return given
         if layout.get("replicas", count) != count:
-            raise ValueError(f"replica.count={count} and layout.replicas={layout['replicas']} are two names of one number; give one of them")
+            raise ValueError(f"replica.count={count} and layout.replicas={layout['replicas']} are two names of one number; give layout.replicas={count}, or leave replica.count out")
         return given | {"layout": layout | {"replicas": count}}

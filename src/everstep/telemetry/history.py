@@ -56,6 +56,22 @@ class Record:
     def kind(self, *kinds: str) -> list[Event]:
         return of_kind(self.events, *kinds)
 
+    def in_step(self, kind: str, step: int | None) -> list[Event]:
+        """The events of this kind with this step. A run has many steps: looking through all events for each would take minutes."""
+        return self._in_step.get((kind, step), [])
+
+    @functools.cached_property
+    def _in_step(self) -> dict[tuple[str, int | None], list[Event]]:
+        found: dict[tuple[str, int | None], list[Event]] = defaultdict(list)
+        for event in self.kind("death", "compute", "computed"):
+            found[event.event, event.step].append(event)
+        return found
+
+    @functools.cached_property
+    def _struck(self) -> set[str]:
+        """Workers that fault injection killed."""
+        return {e["worker"] for e in self.kind("fault") if "worker" in e.fields}
+
     def attempts(self) -> list[list[Event]]:
         """The events of each start of the run, and of what followed each rollback in it."""
         parts: list[list[Event]] = [[]]
@@ -100,19 +116,19 @@ class Record:
 
     def suspects(self, step: int | None) -> set[int]:
         """Slots that a rank had begun to compute in this step which then died, struck by nobody."""
-        struck = {e.get("worker") for e in self.kind("fault")}
-        died = {e["worker"] for e in self.kind("death") if e.step == step and "worker" in e.fields} - struck
-        return {slot for e in self.kind("compute") if e.step == step and e.who in died for slot in e["slots"]}
+        died = {e["worker"] for e in self.in_step("death", step) if "worker" in e.fields} - self._struck
+        return {slot for e in self.in_step("compute", step) if e.who in died for slot in e["slots"]}
 
     def given_by_the_dead(self, vote: Event, rank: int, slots: set[int]) -> list[int]:
         """Those of ``slots`` that a rank computed, in the deal of this vote, whose replica died in the step before it could vote."""
         if not slots:
             return []
-        died = {e["replica"] for e in self.kind("death") if e.step == vote.step}
+        died = {e["replica"] for e in self.in_step("death", vote.step)}
         found: set[int] = set()
-        for (_, _, step, incarnation, deal), events in self._computed.items():
-            if (step, incarnation, deal) == (vote.step, epoch_key(vote.epoch)[0], vote["deal"]):
-                found |= {s for e in events if e["rank"] == rank and e["replica"] in died for s in e["slots"]}
+        for event in self.in_step("computed", vote.step):
+            same = (epoch_key(event.epoch)[0], event["deal"]) == (epoch_key(vote.epoch)[0], vote["deal"])
+            if same and event["rank"] == rank and event["replica"] in died:
+                found |= set(event["slots"])
         return sorted(found & slots)
 
 

@@ -153,6 +153,8 @@ def fold(
                 lives[event["replica"]] = f"{event['replica']}b{event['build']}"
                 if event["replica"] in out:
                     out[event["replica"]].waits_for = "its link and its heal"
+            case "takeover":
+                lead = event  # another process than the one that began
             case "begin":
                 result.state = "running"
                 result.epoch = event.epoch
@@ -170,7 +172,8 @@ def fold(
             case "death":
                 warm.pop(event.get("worker", ""), None)
                 if replica >= 0:
-                    out.setdefault(replica, Unavailable(replica, event["rank"], event["cause"], event.step or 0, event.t_wall, "a spare"))
+                    out.setdefault(replica, Unavailable(replica, event["rank"], event["cause"], event.step or 0, event.t_wall,
+                                                       "a spare" if result.launcher == "ray" else "its processes to be started anew"))
                     if (place := places.get((replica, event["rank"]))) is not None and place.worker == event.get("worker", place.worker):
                         place.state, place.phase, place.since, place.reason = "out", "dead", event.t_wall, event["cause"]
             case "spare_used":

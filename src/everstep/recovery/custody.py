@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from everstep.recovery.digest import digest_of
+from everstep.recovery.digest import digests_of
 
 
 class State(Protocol):
@@ -47,4 +47,5 @@ class Custody:
             self._broken(f"corruption: {changed[0]}{more} changed in memory since step {version} was applied, and nobody wrote there")
 
     def _sum_up(self) -> dict[str, int]:
-        return {name: digest_of([tensor]) for name, tensor in self._state.tensors(frozen=True).items()}
+        state = self._state.tensors(frozen=True)
+        return dict(zip(state, digests_of(list(state.values())), strict=True))

@@ -20,7 +20,7 @@ from everstep.recovery.view import Deal, Member, Rerun, View, Vote
 
 def rerun_of(slot: int, gradients: Sequence[torch.Tensor]) -> Rerun:
     """``gradients``: raw sums of this slot alone."""
-    return Rerun(slot, digest_of(gradients), math.sqrt(sum(float(g.double().square().sum()) for g in gradients)))
+    return Rerun(slot, digest_of(gradients), math.hypot(*(float(torch.linalg.vector_norm(g)) for g in gradients)))
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,7 @@ class Transaction:
             mine = tuple(slot for slot in mine if slot not in view.quarantined)
             self._dealt = len(mine) if self._dealt is None else self._dealt
             own, theirs = looked_at(view.deal, member, work.slots, work.step) if member and work.rerun else (None, None)
-            self._witness(work, theirs)
+            self._witness(work, None if theirs in view.quarantined else theirs)
             if own in mine:
                 self._fill(Phase.COMPUTE, work, view, ledger, (own,), compare=True)
                 mine = tuple(slot for slot in mine if slot != own)
@@ -308,6 +308,7 @@ class Transaction:
         self._reruns = []
         if work.rerun and slot is not None:
             self._enter(Phase.COMPUTE, work.step)
+            self._control.phase(work.step, Phase.COMPUTE, computing=[slot])
             self._reruns.append(rerun_of(slot, work.rerun(slot).gradients))
 
     def _fill(self, phase: Phase, work: Work, view: View, ledger: Ledger, slots: tuple[int, ...], compare: bool = False) -> None:

@@ -156,7 +156,12 @@ class Mirror:
 
     def _sync(self) -> bool:
         """Whether the run was over, so that nothing more will come."""
-        said = self._fetch("list", follower=self._who if self._thread else "")
+        try:
+            return self._copy_all(self._fetch("list", follower=self._who if self._thread else ""))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BadInput(f"{self.shown}: what answers there is no run of everstep ({type(error).__name__}: {error})") from error
+
+    def _copy_all(self, said: dict[str, Any]) -> bool:
         self.shown = f"{said['folder']} at {self.shown.rpartition(' at ')[2]}"
         self._skew_s = float(said["now"]) - time.time()
         (self.path / "logs" / f"attempt-{int(said['attempt'])}").mkdir(parents=True, exist_ok=True)

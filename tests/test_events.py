@@ -102,7 +102,7 @@ def test_not_finite_numbers_stay_strict_json(tmp_path: Path) -> None:
 def test_registry_is_documented() -> None:
     for name, kind in EVENTS.items():
         assert kind.meaning.endswith("."), name
-        assert kind.by in {"lead", "rank", "both"}, name
+        assert kind.by in {"lead", "rank", "agent", "both"}, name
         assert len(set(kind.required)) == len(kind.required), name
 
 

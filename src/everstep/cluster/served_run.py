@@ -297,14 +297,14 @@ class ServedRun:
             self._events.emit("error", error=type(self.failure).__name__, message=str(self.failure))
         if self._pulse:
             self._pulse.close()
-        self._post_mortem.close()
-        self.agents.close()
-        self._events.emit("run_end", status=status)
+        self._events.emit("run_end", status=status)  # first: whoever ends us may not wait for the rest
         if self._window:
             self._window.close()
         self._log.end()
         self.server.await_departures(LAST_WORDS_S)
         self._say(f"the run in {self.run_dir.path} is {status}" + (f": {self.failure}" if self.failure else ""))
+        self.agents.close()
+        self._post_mortem.close()
         self.server.close()
         self._events.close()
 

@@ -34,7 +34,7 @@ LOG = logging.getLogger(__name__)
 ANOTHER = 3          # exit status: this node has an agent for the run already
 _CONNECT_S = 5.0
 _SEND_S = 2
-_FIRST_S = 15.0      # for the coordinator to be there at the start: it is it who wanted an agent
+_FIRST_S = 5.0       # for the coordinator to be there at the start: it is it who wanted an agent
 _RETRY_S = 0.2
 _KEPT = 1000         # findings that wait for a coordinator
 
@@ -79,20 +79,19 @@ class _Agent:
         self._socket: socket.socket | None = None
         self._untold: deque[dict[str, Any]] = deque(maxlen=_KEPT)
         self._lost_since: float | None = time.monotonic()
+        self._heard = False  # the coordinator, at any time
         self._sees = senses.sees
         self._events.emit("agent", node=spec.node, state="up", sees=self._sees)
 
     def run(self) -> None:
         threading.Thread(target=self._listen, name="agent-channel", daemon=True).start()
-        heard = False
         while not self._over.is_set():
             self._watch.round()
             self._beat()
-            heard = heard or self._lost_since is None
             began = time.monotonic()
             self._over.wait(self._spec.every_s)
             self._watch.excuse(time.monotonic() - began - self._spec.every_s)
-            if self._is_alone(heard):
+            if self._is_alone():
                 return
 
     def close(self) -> None:
@@ -105,13 +104,13 @@ class _Agent:
             if self._socket:
                 self._socket.close()
 
-    def _is_alone(self, heard: bool) -> bool:
+    def _is_alone(self) -> bool:
         """Without a coordinator, and with nobody to look at or for too long: nothing comes of this any more."""
         since = self._lost_since
         if since is None:
             return False
         lost_s = time.monotonic() - since
-        return lost_s > (self._spec.lost_s if heard else _FIRST_S) or (heard and lost_s > 2 * _RETRY_S and not self._watch.somebody_lives)
+        return lost_s > (self._spec.lost_s if self._heard else _FIRST_S) or (self._heard and lost_s > 2 * _RETRY_S and not self._watch.somebody_lives)
 
     # -- what is found -----------------------------------------------------------------------------------------------------------------
 
@@ -156,7 +155,7 @@ class _Agent:
                 continue
             try:
                 with self._lock:
-                    self._socket, self._lost_since = sock, None
+                    self._socket, self._lost_since, self._heard = sock, None, True
                     self._flush()
                 while True:
                     self._obey(wire.receive(sock))

@@ -557,3 +557,20 @@ def test_at_the_start_all_are_examined_with_their_neighbours_and_one_that_is_unf
     assert sorted(e["worker"] for e in events if e.event == "admitted") == ["w0", "w2"] and not [e for e in events if e.event == "begin"]
     (checks,) = [e["checks"] for e in events if e.event == "admitted" and e["worker"] == "w0"]
     assert checks["all-reduce"].startswith("ok"), "it is not the neighbour's fault"
+
+
+# -- what it costs -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_cost_of_watching_is_told_beside_the_noise() -> None:
+    from benchmarks.watching import acts, summary
+
+    def round_of(unwatched: float, watched: float, again: float) -> dict:
+        return {kind: {"step_s": s, "lead_s": 0.01 + s / 100} for kind, s in (("unwatched", unwatched), ("watched", watched), ("again", again), ("more", 2 * unwatched))}
+
+    found = summary([round_of(1.0, 1.01, 0.98), round_of(1.0, 1.03, 1.02), round_of(2.0, 2.04, 2.0)])
+    default, noise, more = found.values()
+    assert default["step_percent"] == pytest.approx(2.0) and (default["least_percent"], default["most_percent"]) == pytest.approx((1.0, 3.0))
+    assert noise["step_percent"] == pytest.approx(0.0) and noise["least_percent"] == pytest.approx(-2.0) and more["step_percent"] == pytest.approx(100.0)
+    assert default["lead_ms"] == pytest.approx(0.3) and default["lead_percent_of_step"] == pytest.approx(0.03)
+    assert sum(acts(64).values()) < 5000.0, "microseconds of a step of one second: 0.5%"

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +30,9 @@ from tests.test_faults import assert_invariants
 from everstep.cluster.forked import ForkedHost
 from everstep.config.schema import Config
 from everstep.telemetry import history
-from everstep.telemetry.events import epoch_key
+from everstep.telemetry.events import Event, epoch_key
 from everstep.telemetry.metrics import read_metrics
+from everstep.telemetry.status import fold
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -271,3 +274,17 @@ def test_islands_are_saved_whole_and_resumed(tmp_path: Path) -> None:
     whole.folder.rename(tmp_path / "kept")
     run("part", "sft.steps=6")
     assert by_position(run("rest", "sft.steps=12", "resume=auto")) == expected
+
+
+def test_the_status_of_a_run_is_judged_by_the_lighthouse_that_it_has_now() -> None:
+    """And not by the one that began it, whose process is gone."""
+    gone, here = 2**22 + 1, os.getpid()
+    event = functools.partial(Event, host=socket.gethostname(), epoch=(1, 1))
+    events = [
+        event(1.0, 1.0, "lead", gone, step=0, event="run_start",
+              fields={"recipe": "sft", "launcher": "local", "attempt": 1, "replicas": 2, "run_dir": "r", "samples_per_step": 8, "resumed_from": ""}),
+        event(2.0, 2.0, "lead", gone, step=1, event="begin", fields={}),
+        event(9.0, 9.0, "lead", here, step=1, event="takeover", fields={"incarnation": 2, "members": [0, 1], "workers": [], "seconds": 1.0}),
+    ]
+    assert fold("r", events[:2], now=10.0).state == "gone"
+    assert fold("r", events, now=10.0).state == "running"

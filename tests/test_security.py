@@ -52,6 +52,11 @@ def _rank(rank: int, port: int, folder: str, results: Any) -> None:
         outcome = "opened"
     except ReplicaBroken as error:
         outcome = str(error)
+    if rank == 0:
+        try:
+            gather_objects({"rank": rank}, "secret")  # the other one is gone
+        except ReplicaBroken as error:
+            outcome += f"; {error}"
     results.put((rank, said, objects, outcome))
     dist.destroy_process_group()
 
@@ -73,6 +78,7 @@ def test_ranks_open_only_what_carries_their_secret(tmp_path: Path) -> None:
         assert batch["a"].dtype == torch.bfloat16 and batch["a"].shape == (2, 2) and batch.columns == {"t": ["é1", "é1"]} and batch.sample_ids == ["0", "1"]
         assert objects == [[{"rank": 0}, {"rank": 1}], ("from", 0)]
         assert "does not carry the replica's secret" in outcome, (rank, outcome)
+        assert ("a rank of this replica is gone" in outcome) == (rank == 0)
     assert list(tmp_path.iterdir()) == []  # the bomb was not unpickled
 
 

@@ -10,12 +10,14 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tests.support.runs import SFT, config
 
 from everstep.cluster import torchrun
 from everstep.cluster.environment import (
@@ -26,6 +28,9 @@ from everstep.cluster.environment import (
     read_environment,
     worker_environment,
 )
+from everstep.cluster.lighthouse import serve
+from everstep.config.check import check_plan
+from everstep.config.load import load_config
 from everstep.config.schema import Config
 from everstep.errors import BadInput, ConfigError
 
@@ -87,6 +92,34 @@ def test_the_users_variables_reach_the_workers(monkeypatch: pytest.MonkeyPatch) 
     assert worker_environment(config_of(device="cpu")) == {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": ""}
     with pytest.raises(ConfigError, match=r"env\.RANK"):
         worker_environment(config_of(env={"RANK": "0"}))
+
+
+SEVERAL = ("launcher=local", "replica.id=0", "layout.replicas=2", "layout.spares=0")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ((*SEVERAL, "lighthouse.address=foo"), "lighthouse address 'foo' is not of the form"),
+        ((*SEVERAL, "lighthouse.address=http://h:65534"), "is not of the form"),
+        (("launcher=ray", "replica.id=0", "layout.replicas=2"), "replica.id=0 is for launcher=local"),
+        (("replica.id=0", "layout.replicas=2"), "launcher=auto would start all 2 of them"),
+    ],
+)
+def test_what_cannot_be_one_replica_of_several_is_refused_before_torchrun(tmp_path: Path, given: tuple[str, ...], says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        check_plan(config(SFT, tmp_path, *given), {})
+
+
+def test_one_number_of_replicas_has_two_names() -> None:
+    with pytest.raises(ConfigError, match=r"^replica.count=3 and layout.replicas=2 are two names of one number; give layout.replicas=3"):
+        load_config(SFT, ["layout.replicas=2", "replica.count=3"])
+
+
+@pytest.mark.parametrize(("port", "minimum", "says"), [(70000, 1, "--port 70000"), (65534, 1, "the two after it"), (0, 1, "--port 0"), (29510, 0, "--min-replicas 0")])
+def test_a_lighthouse_that_could_not_serve_is_refused(port: int, minimum: int, says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        serve("127.0.0.1", port, minimum, 100, 1000, 1000, print, threading.Event())
 
 
 def test_launcher_is_detected_from_the_environment() -> None:

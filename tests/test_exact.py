@@ -357,7 +357,7 @@ THROUGH_TORCHRUN = [Schedule((Row(phase, 2 * i % 3),), 0) for i, phase in enumer
     Schedule((Row("compute", 1, "segv", rank=1),), 0, "tp2"), Schedule((Row("reduce", 0, rank=1),), 0, "pp2"), Schedule((Row("reduce", 1),), 0, "dp2"),
 ]  # fmt: skip
 #: With as many steps as it takes a replica to come back from a cold start: steps of two ranks take longer.
-COMES_BACK = [dataclasses.replace(THROUGH_TORCHRUN[1], steps=300), Schedule((Row("compute", 1, rank=1),), 0, "tp2", steps=150)]
+COMES_BACK = [dataclasses.replace(THROUGH_TORCHRUN[1], steps=300), Schedule((Row("compute", 1, rank=1),), 0, "tp2", steps=250)]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "kill-vote-0.0-dp1-0spares" else [pytest.mark.full]) for n in WITHOUT_RAY])

@@ -285,6 +285,8 @@ def inner_steps(config: Config) -> int:
     semisync = config.semisync
     if semisync.method == "none":
         return 1
+    if semisync.method != "streaming_diloco":
+        return semisync.sync_every
     count = semisync.fragments if isinstance(semisync.fragments, int) else len(semisync.fragments)
     if count < 1:
         raise ConfigError(f"semisync.fragments={semisync.fragments}: a model has at least one fragment")

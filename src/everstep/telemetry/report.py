@@ -51,6 +51,8 @@ def _summary(deaths: Sequence[Recovery], books: Account, time: Goodput) -> Group
             str(death.slots_redone),
         )
     lines: list[Text | Table] = [table] if deaths else [Text("No rank died.")]
+    if any(not death.injected for death in deaths):
+        lines.append(Text("(start): nobody knows when it died; seconds are since it was noticed"))
     for death in deaths:
         lines.append(Text(f"{death.who} in step {death.step}: {death.cause}"))
     return Group(*lines, Text(describe(deaths, books)), Text(describe_time(time)))

@@ -238,8 +238,8 @@ def a_slot_doubled() -> None:
 
 def random_numbers_of_the_replica() -> None:
     """Not of the slot: whoever computes it draws others."""
-    seed = worker_module._seed
-    worker_module._seed = lambda base, step, slot, dp: seed(base, step, slot, dp) + int(os.environ["EVERSTEP_REPLICA"])  # type: ignore[assignment]
+    seed = worker_module.slot_seed
+    worker_module.slot_seed = lambda base, step, slot, dp: seed(base, step, slot, dp) + int(os.environ["EVERSTEP_REPLICA"])  # type: ignore[assignment]
 
 
 def gradients_finalised_twice() -> None:

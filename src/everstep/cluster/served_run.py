@@ -494,7 +494,10 @@ class ServedRun:
             life = self._replicas.get(replica)
             if life and worker in life.member.workers and not life.gone:
                 life.gone = cause
-                self._signal(worker, signal.SIGKILL)  # the others end by themselves, when they hear of it: all are started anew (rule 23)
+                # The others end by themselves, when they hear of it: all are started anew (rule 23). One that ends has last words to say.
+                ending = threading.Timer(LAST_WORDS_S if cause.startswith("process ended") else 0.0, self._signal, (worker, signal.SIGKILL))
+                ending.daemon = True
+                ending.start()
                 self._events.emit("expel", replica=replica, rank=self._place_of(worker)[1], worker=worker, cause=cause)
             self._turn.notify_all()
 

@@ -111,6 +111,14 @@ def test_what_cannot_be_one_replica_of_several_is_refused_before_torchrun(tmp_pa
         check_plan(config(SFT, tmp_path, *given), {})
 
 
+def test_machines_of_one_replica_need_a_secret_of_theirs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"PET_NNODES": "2", "PET_NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("EVERSTEP_LIGHTHOUSE_TOKEN", raising=False)
+    with pytest.raises(BadInput, match="spread over 2 machines .* set EVERSTEP_LIGHTHOUSE_TOKEN to the same secret"):
+        torchrun.launch(config(SFT, tmp_path, *SEVERAL, "layout.tp=2"), ["-m", "nothing"])
+
+
 def test_one_number_of_replicas_has_two_names() -> None:
     with pytest.raises(ConfigError, match=r"^replica.count=3 and layout.replicas=2 are two names of one number; give layout.replicas=3"):
         load_config(SFT, ["layout.replicas=2", "replica.count=3"])

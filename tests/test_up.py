@@ -157,11 +157,12 @@ def test_a_replica_over_two_machines(tmp_path: Path, calm, by_hand, names: Calla
     """Two torchruns for each replica, which find each other by variables; one rank of one of them dies."""
     port, masters = free_ports(), [free_ports() + 100 * (i + 1) for i in range(2)]
     steps = "sft.steps=500"
-    by_hand("lighthouse", "--port", str(port), "--min_replicas", "2")
+    secret = {"EVERSTEP_LIGHTHOUSE_TOKEN": "a secret of all machines"}
+    by_hand("lighthouse", "--port", str(port), "--min_replicas", "2", **secret)
     end_well(*(
         by_hand("train", SFT, *ARGUMENTS, f"run_dir={tmp_path}/run", "layout.tp=2", "engine.sequence_parallel=true", steps,
                 "faults=[{step: 3, phase: compute, kind: kill, replica: 1, rank: 1}]", TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{port}",
-                REPLICA_GROUP_ID=str(replica), MASTER_PORT=str(masters[replica]), **names(machine))
+                REPLICA_GROUP_ID=str(replica), MASTER_PORT=str(masters[replica]), **secret, **names(machine))
         for replica in range(2) for machine in range(2)
     ))  # fmt: skip
     run = Finished(tmp_path / "run", read_events(tmp_path / "run" / "events"))

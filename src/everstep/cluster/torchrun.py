@@ -92,6 +92,13 @@ def launch(config: Config, program: Sequence[str], say: Callable[[str], None] | 
     if ranks % machines.count:
         raise ConfigError(f"the {ranks} ranks of a replica cannot be shared evenly over {machines.count} machines (PET_NNODES)")
     if machines.count > 1:
+        from everstep.cluster.lighthouse import TOKEN_VARIABLE
+
+        if not os.environ.get(TOKEN_VARIABLE):
+            raise BadInput(
+                f"this replica is spread over {machines.count} machines (PET_NNODES or SLURM_NNODES), whose ranks must know each other: set "
+                f"{TOKEN_VARIABLE} to the same secret on all of them, and for the lighthouse"
+            )
         rendezvous = [f"--nnodes={machines.count}", f"--node_rank={machines.index}", f"--master_addr={machines.master_addr}",
                       f"--master_port={machines.master_port or config.local.port or DEFAULT_MASTER_PORT}"]
     elif config.local.port:

@@ -156,7 +156,7 @@ def end_well(*processes: subprocess.Popen[str]) -> None:
 def test_a_replica_over_two_machines(tmp_path: Path, calm, by_hand, names: Callable[[int], dict[str, str]]) -> None:  # noqa: F811
     """Two torchruns for each replica, which find each other by variables; one rank of one of them dies."""
     port, masters = free_ports(), [free_ports() + 100 * (i + 1) for i in range(2)]
-    steps = "sft.steps=500"
+    steps = "sft.steps=250"
     secret = {"EVERSTEP_LIGHTHOUSE_TOKEN": "a secret of all machines"}
     by_hand("lighthouse", "--port", str(port), "--min_replicas", "2", **secret)
     end_well(*(

@@ -115,7 +115,7 @@ def test_machines_of_one_replica_need_a_secret_of_theirs(monkeypatch: pytest.Mon
     for name, value in {"PET_NNODES": "2", "PET_NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("EVERSTEP_LIGHTHOUSE_TOKEN", raising=False)
-    with pytest.raises(BadInput, match="spread over 2 machines .* set EVERSTEP_LIGHTHOUSE_TOKEN to the same secret"):
+    with pytest.raises(BadInput, match=r"spread over 2 machines .* set EVERSTEP_LIGHTHOUSE_TOKEN to the same secret"):
         torchrun.launch(config(SFT, tmp_path, *SEVERAL, "layout.tp=2"), ["-m", "nothing"])
 
 

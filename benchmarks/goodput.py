@@ -36,7 +36,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.circumstances import circumstances
-from benchmarks.recovery import ROOT, SHAPES, WORK
+from benchmarks.recovery import ROOT, WORK, gpus, shape_of, work
 from everstep.errors import EverstepError
 from everstep.telemetry.events import Event, EventLogError, of_kind, read_events
 from everstep.telemetry.history import check
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
     if args.child:
         return _child(args.child)
-    device = args.device or ("cuda" if _gpus() else "cpu")
+    device = args.device or ("cuda" if gpus() else "cpu")
     folder = Path(args.runs or tempfile.mkdtemp(prefix="everstep-goodput-"))
     runs: list[Run] = []
     for every in (0.0, *args.every):
@@ -92,19 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def overrides(system: str, args: argparse.Namespace, device: str) -> list[str]:
-    samples, micro, tokens = WORK[device]
-    shape = args.shape or ("qwen3-0.6b" if device == "cuda" else "qwen3-small")
     spares = 1 if system == "ours" else 0
     ours = [f"layout.replicas={args.devices - spares}", f"layout.spares={spares}", "recovery.restart_attempts=100", "checkpoint.every_steps=0"]
     rival = [f"layout.replicas={args.devices}", "layout.spares=0", "recovery.enabled=false", f"checkpoint.every_steps={args.saved_every}",
              "checkpoint.hf=false", "checkpoint.keep_last=2"]  # fmt: skip
-    return [
-        f"device={device}", f"model.path={SHAPES / shape}", "model.init=random", f"model.tokenizer={ROOT / 'examples' / 'models' / 'tiny-qwen3'}",
-        f"model.dtype={'bfloat16' if device == 'cuda' else 'float32'}", "data.source=benchmarks.texts:digits", "data.format=text",
-        f"data.max_tokens={tokens}", "data.source_args={length: " + str(tokens - 100) + "}", f"train.micro_batch_size={micro}",
-        f"sft.samples_per_step={samples}", "sft.steps=1000000", "optimizer.lr=1e-4", "optimizer.warmup_steps=1", "faults=[]", "checkpoint.at_end=false",
-        "telemetry.tensorboard=false", "telemetry.progress=none", *(rival if system == "restart" else ours), *args.overrides,
-    ]  # fmt: skip
+    return [*work(shape_of(args, device), device), "sft.steps=1000000", "faults=[]", "telemetry.progress=none",
+            *(rival if system == "restart" else ours), *args.overrides]  # fmt: skip
 
 
 def one(system: str, every_s: float, seconds: float, args: argparse.Namespace, device: str, folder: Path) -> Run:
@@ -138,7 +131,7 @@ def one(system: str, every_s: float, seconds: float, args: argparse.Namespace, d
 def progress(events: Sequence[Event], begun: float, until: float) -> tuple[int, float]:
     """Steps beyond the newest one at ``begun`` that were committed at ``until``, and the longest time without a new one. A step that a restart made
     again is not new."""
-    newest, since, longest = 0, begun, 0.0
+    since, longest = begun, 0.0
     at_first = max((c.step or 0 for c in of_kind(events, "commit") if c.t_wall <= begun), default=0)
     newest = reached = at_first
     for event in sorted(of_kind(events, "commit"), key=lambda e: e.t_wall):
@@ -252,12 +245,6 @@ def draw(runs: Sequence[Run], best: float, out: Path) -> None:
     figure.savefig(out)
 
 
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.goodput", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=float, nargs="+", default=[20.0, 60.0, 120.0], metavar="SECONDS", help="between two kills; a run for each")
@@ -277,7 +264,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", help="a.b=c")
     args = parser.parse_args(arguments)
-    args.devices = args.devices or _gpus() or 4
+    args.devices = args.devices or gpus() or 4
     if args.devices < 3:
         parser.error(f"{args.devices} devices: two replicas and a spare are the least")
     if args.quick:

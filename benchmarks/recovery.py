@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.picture:
             measure.picture(Path(args.summary), Path(args.picture))
         return 0
-    device = args.device or ("cuda" if _gpus() else "cpu")
+    device = args.device or ("cuda" if gpus() else "cpu")
     folder = Path(args.runs or tempfile.mkdtemp(prefix="everstep-bench-"))
     report: dict[str, object] = {"about": circumstances("recovery", arguments)}
     if args.against:
@@ -138,22 +138,26 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 # -- runs -------------------------------------------------------------------------------------------------------------------
 
 
-def _shape(args: argparse.Namespace, device: str) -> str:
+def shape_of(args: argparse.Namespace, device: str) -> str:
     return str(args.shape or ("qwen3-0.6b" if device == "cuda" else "qwen3-small"))
 
 
 def _base(args: argparse.Namespace, device: str) -> list[str]:
-    large = device == "cuda"
-    samples, micro, tokens = WORK[device]
-    source = "benchmarks.texts:digits"
     return [
-        f"device={device}", f"model.path={SHAPES / _shape(args, device)}", "model.init=random",
-        f"model.tokenizer={ROOT / 'examples' / 'models' / 'tiny-qwen3'}", f"model.dtype={'bfloat16' if large else 'float32'}",
-        f"data.source={source}", "data.format=text", f"data.max_tokens={tokens}", "data.source_args={length: " + str(tokens - 100) + "}",
-        f"train.micro_batch_size={micro}", f"sft.samples_per_step={samples}", "optimizer.lr=1e-4", "optimizer.warmup_steps=1",
-        f"layout.replicas={args.replicas}", f"layout.spares={args.spares}", f"layout.tp={args.tp}", f"recovery.mode={args.mode}",
-        "checkpoint.at_end=false", "telemetry.tensorboard=false", *args.overrides,
+        *work(shape_of(args, device), device), f"layout.replicas={args.replicas}", f"layout.spares={args.spares}", f"layout.tp={args.tp}", f"recovery.mode={args.mode}",
+        *args.overrides,
     ]
+
+
+def work(shape: str, device: str) -> list[str]:
+    """What a step of these benchmarks does, whoever it is done by."""
+    samples, micro, tokens = WORK[device]
+    return [
+        f"device={device}", f"model.path={SHAPES / shape}", "model.init=random", f"model.tokenizer={ROOT / 'examples' / 'models' / 'tiny-qwen3'}",
+        f"model.dtype={'bfloat16' if device == 'cuda' else 'float32'}", "data.source=benchmarks.texts:digits", "data.format=text",
+        f"data.max_tokens={tokens}", "data.source_args={length: " + str(tokens - 100) + "}", f"train.micro_batch_size={micro}",
+        f"sft.samples_per_step={samples}", "optimizer.lr=1e-4", "optimizer.warmup_steps=1", "checkpoint.at_end=false", "telemetry.tensorboard=false",
+    ]  # fmt: skip
 
 
 def _train(overrides: Sequence[str], folder: Path, env: dict[str, str], forked: bool = False, clean: bool = True) -> subprocess.CompletedProcess[str]:
@@ -249,7 +253,7 @@ def _against(args: argparse.Namespace, device: str, folder: Path) -> int:
         return 1
 
     setting = measure.Setting(
-        device, _shape(args, device), samples, micro, tokens, [o for o in _base(args, device) if not o.startswith(without)], train, folder,
+        device, shape_of(args, device), samples, micro, tokens, [o for o in _base(args, device) if not o.startswith(without)], train, folder,
         random.Random(args.seed),
     )
     rows = measure.compare(setting, args.against.split(","), args.kills, args.batch, Path(args.append) if args.append else None)
@@ -308,7 +312,7 @@ def _print_overhead(pairs: list[dict[str, float]]) -> None:
     print(f"median ratio {statistics.median(p['ratio'] for p in pairs):.4f}")
 
 
-def _gpus() -> int:
+def gpus() -> int:
     import torch
 
     return torch.cuda.device_count()

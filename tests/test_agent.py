@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from tests.support.launchers import Up
-from tests.support.runs import SFT, Finished, command, config, finish
+from tests.support.runs import SFT, command, config, finish
 from tests.test_faults import assert_invariants
-from tests.test_lost_node import NODE, QUICK_NOTICE, cluster, events, until  # noqa: F401
+from tests.test_lost_node import NODE, QUICK_NOTICE, cluster, ended_by_interrupt, events, interrupt, until  # noqa: F401
 from tests.test_node import NamedNvml, Quiet
 
 from everstep.cluster.forked import ForkedHost
@@ -109,11 +109,8 @@ def test_what_happens_on_another_node_is_told_by_the_agent_there(tmp_path, clust
         stopped = time.time()
         assert until(lambda: bool(kinds("failure")) and bool(kinds("join")), 120)
     finally:
-        if run.poll() is None:
-            run.send_signal(signal.SIGINT)
-    out, err = run.communicate(timeout=60)
-    assert run.returncode == 130, (out, err)
-    done = Finished(tmp_path / "run", events(tmp_path))
+        interrupt(run)
+    done = ended_by_interrupt(run, tmp_path)
     (stuck,) = [e for e in kinds("stuck") if e["sure"] and e["worker"] == there.who]
     assert (stuck["node"], stuck["what"]) == (NODE, "process") and stuck.t_wall - stopped < 2.0
     (failure,) = kinds("failure")

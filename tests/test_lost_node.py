@@ -104,11 +104,8 @@ def test_a_node_that_falls_silent_is_given_up_and_its_place_filled_once_it_must_
             os.kill(pid, signal.SIGSTOP)
         assert until(lambda: bool(of_kind(events(tmp_path), "join")) or run.poll() is not None, 120) and run.poll() is None, run.communicate()
     finally:
-        if run.poll() is None:
-            run.send_signal(signal.SIGINT)
-    out, err = run.communicate(timeout=60)
-    assert run.returncode == 130, (out, err)
-    done = Finished(tmp_path / "run", events(tmp_path))
+        interrupt(run)
+    done = ended_by_interrupt(run, tmp_path)
     (death,), (expel,) = done.kind("death"), done.kind("expel")
     assert death["worker"] in elsewhere and "silent for 3 s" in death["cause"] and death.t_wall - frozen < 8
     assert expel.t_wall - death.t_wall > 4.0, "its place was filled before it had to be fenced"
@@ -139,6 +136,17 @@ def test_a_spare_on_another_node_has_the_copy_of_the_only_replica(tmp_path, clus
     (mine,) = {Path(e["path"]).parent.name for e in done.kind("load")}
     assert load.who == "w1" and load["fetched_from"] == "" and len(mine) > 20  # in the folder of its own node
     assert {e["buddy"] for e in done.kind("memory_copy") if e.step and e.who == "w0"} == {"w1"}
+
+
+def interrupt(run: subprocess.Popen[str]) -> None:
+    if run.poll() is None:
+        run.send_signal(signal.SIGINT)
+
+
+def ended_by_interrupt(run: subprocess.Popen[str], tmp_path: Path) -> Finished:
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 130, (out, err)
+    return Finished(tmp_path / "run", events(tmp_path))
 
 
 def events(tmp_path: Path) -> list:

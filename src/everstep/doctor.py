@@ -51,16 +51,16 @@ def examine(device: str, folders: Sequence[str], processes: int = 2, seconds: fl
     devices = [torch.device("cpu")] if device == "cpu" else [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     found: list[Found] = []
     for each in devices:
-        found += [_guarded("matmul", str(each), lambda d=each: matmul(d, seconds)), _guarded("memory", str(each), lambda d=each: memory(d, seconds))]  # type: ignore[misc]
+        found += [guarded("matmul", str(each), lambda d=each: matmul(d, seconds)), guarded("memory", str(each), lambda d=each: memory(d, seconds))]  # type: ignore[misc]
     count = processes if device == "cpu" else len(devices)
-    found.append(_guarded("all-reduce", f"{count} processes", lambda: all_reduce(device, count)))
-    found += [_guarded("disk", folder, lambda f=folder: disk(Path(f))) for folder in folders]  # type: ignore[misc]
-    found.append(_guarded("host", socket.gethostname(), lambda: _signs("host", socket.gethostname(), host_signs(folders), "memory and room on disks")))
+    found.append(guarded("all-reduce", f"{count} processes", lambda: all_reduce(device, count)))
+    found += [guarded("disk", folder, lambda f=folder: disk(Path(f))) for folder in folders]  # type: ignore[misc]
+    found.append(guarded("host", socket.gethostname(), lambda: _signs("host", socket.gethostname(), host_signs(folders), "memory and room on disks")))
     lines = kernel_log()
     found.append(_signs("kernel log", socket.gethostname(), kernel_signs(lines), f"{len(lines)} lines") if lines
                  else Found("kernel log", socket.gethostname(), "skipped", "may not be read (dmesg)", {}))
     nvml = load_nvml()
-    found.append(_guarded("nvml", "all GPUs", lambda: _signs("nvml", "all GPUs", gpu_signs(nvml), "every GPU answers")) if nvml
+    found.append(guarded("nvml", "all GPUs", lambda: _signs("nvml", "all GPUs", gpu_signs(nvml), "every GPU answers")) if nvml
                  else Found("nvml", "all GPUs", "skipped", "no NVIDIA driver answers", {}))
     return found
 
@@ -69,7 +69,7 @@ def worst(found: Sequence[Found]) -> State:
     return max((f.state for f in found), key=_WORST.index, default="skipped")
 
 
-def _guarded(name: str, device: str, check: Callable[[], Found]) -> Found:
+def guarded(name: str, device: str, check: Callable[[], Found]) -> Found:
     """A device that raises is unfit, and the others are examined all the same."""
     try:
         return check()

@@ -17,7 +17,7 @@ import torch
 
 from everstep.cluster.host import Host, ProcessEnded
 from everstep.config.watch_schema import WatchConfig
-from everstep.doctor import Found, Unfit, matmul, memory
+from everstep.doctor import Found, Unfit, guarded, matmul, memory
 from everstep.errors import DeadlineExceeded, EverstepError, LinkBroken
 from everstep.recovery.link import Link
 
@@ -36,17 +36,10 @@ def examine(
     found: list[Found] = []
     if alone:
         for check in (lambda: matmul(device, seconds), lambda: memory(device, seconds, NBYTES[device.type])):
-            found.append(_told(device, check))
+            found.append(guarded("device", str(device), check))
     if neighbour:
-        found.append(_told(device, lambda: _sum(device, connect(*neighbour), neighbour[1])))
+        found.append(guarded("device", str(device), lambda: _sum(device, connect(*neighbour), neighbour[1])))
     return [{"name": f.name, "state": f.state, "told": f.told, "measured": f.measured} for f in found]
-
-
-def _told(device: torch.device, check: Callable[[], Found]) -> Found:
-    try:
-        return check()
-    except (RuntimeError, OSError, ValueError, EverstepError) as error:
-        return Found("device", str(device), "bad", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}", {})
 
 
 def _sum(device: torch.device, link: Link, me: int) -> Found:

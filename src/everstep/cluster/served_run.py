@@ -113,7 +113,7 @@ class ServedRun:
             recovery.quarantine_after, reruns=reruns_of(config),
         )
         self._post_mortem = PostMortem(self._events, lambda info: self.agents.examine(info.host, info.worker_id, info.pid, EXAMINE_S))
-        self.agents = Agents(config, run_dir, self._events, self._process_ended)
+        self.agents = Agents(config, run_dir, self._events, lambda worker: self.server.process_ended(worker))
         listener = Listener(
             self._place_of, lambda worker, step, phase: self._injector.on_phase(worker, step, phase), self._died, self._recorded,
             lambda worker, number, word: self._injector.on_word(worker, number, word), lambda worker: self._injector.struck(worker),
@@ -518,10 +518,6 @@ class ServedRun:
     def _look_into(self, worker: str, timeout_s: float, spy: bool) -> dict[str, Any]:
         said = self.server.progress.get(worker)
         return self.agents.examine(said.host, worker, said.pid, timeout_s, spy) if said else {}
-
-    def _process_ended(self, worker: str) -> None:
-        if self.server.connected(worker):
-            self.server.expel(worker, "process ended (pidfd)", ended=True)
 
     def _stacks_of(self, worker: str) -> Path:
         replica, rank = self._place_of(worker)

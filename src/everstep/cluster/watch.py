@@ -113,10 +113,8 @@ class Watch:
         return server.address, server.token
 
     def _process_ended(self, worker: str) -> None:
-        """Says the agent of its node. What left in order is no member of anything any more."""
-        server = self._server()
-        if server and server.connected(worker):
-            server.expel(worker, "process ended (pidfd)", ended=True)
+        if server := self._server():
+            server.process_ended(worker)
 
     def _examine(self, info: WorkerInfo, timeout_s: float = EXAMINE_S, spy: bool = False) -> dict[str, Any]:
         return self.agents.examine(info.host, info.worker_id, info.pid, timeout_s, spy)

@@ -189,6 +189,11 @@ class Desk:
             session.close()
         self._listener.on_death(worker, cause)
 
+    def process_ended(self, worker: str) -> None:
+        """The agent of its node says so. What left in order is no member of anything any more."""
+        if self.connected(worker):
+            self.expel(worker, "process ended (pidfd)", ended=True)
+
     def _computing(self, worker: str) -> tuple[int, ...]:
         """Slots of the step in progress that a dead worker was in the middle of by its last word, unless it was struck on purpose."""
         said = self.progress.get(worker)

@@ -177,7 +177,7 @@ def while_the_ranks_compute_later(step: int) -> None:
 
 @pytest.mark.parametrize("moment", [in_the_middle_of_a_save, pytest.param(while_a_spare_heals, marks=pytest.mark.full)])
 def test_in_the_middle_of_a_save_or_a_heal(moment, model, tmp_path):
-    more = ["checkpoint.every_steps=5"] if moment is in_the_middle_of_a_save else [
+    more = ["checkpoint.every_steps=5", "checkpoint.asynchronous=false"] if moment is in_the_middle_of_a_save else [
         "layout.spares=2", "faults=[{step: 2, phase: compute, kind: kill, replica: 1}]"]
     conf = config(SFT, tmp_path / "run", *BASE, *GRACE, f"model.path={model}", "layout.replicas=2", "layout.spares=0", *more)
     done = take_over(conf, moment)

@@ -22,6 +22,7 @@ from tests.test_recovery import serve, until
 
 from everstep.cluster import agents as agents_module
 from everstep.cluster.agents import Agents, Keeper, agent_spec
+from everstep.cluster.processes import pid_runs
 from everstep.config.load import load_config
 from everstep.node import page
 from everstep.node.agent import AgentSpec, NodeWatch, round_cost_s
@@ -380,12 +381,16 @@ def test_each_way_of_being_stuck_is_told_with_culprit_and_in_time(ranks: Ranks, 
         asked = watch.examine("w0", pids["stop"], True)
         assert asked["stuck"]["what"] == "process" and "stopped" in asked["stuck"]["why"] and asked["kernel"]["State"].startswith("T")
         assert not asked["stacks"] or "sleep" in asked["stacks"] or "<module>" in asked["stacks"]
+        watch.add("w5", pids["idle"])  # a run that was begun anew gives names again
+        os.kill(pids["busy"], signal.SIGKILL)
+        assert until(lambda: not pid_runs(pids["busy"]), 5.0)
         os.kill(pids["stop"], signal.SIGCONT)
         time.sleep(0.1)
         watch.round()
         os.kill(pids["stop"], signal.SIGSTOP)
         of_it = lambda: [f["sure"] for f in told.of("stuck") if f["worker"] == "w0"]
         assert until(lambda: (watch.round(), of_it().count(True) == 2)[1], 3.0), "it was well in between"
+        assert [fields["worker"] for fields in told.of("rank_end")] == ["w4"], "another process has the name of w5 now"
     finally:
         watch.close()
 

@@ -171,6 +171,41 @@ def test_a_replica_over_two_machines(tmp_path: Path, calm, by_hand, names: Calla
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("machine", [0, 1], ids=["with-the-store", "without"])
+def test_a_machine_of_a_replica_is_lost_and_comes_back(tmp_path: Path, calm, by_hand, machine: int) -> None:  # noqa: F811
+    """Everything on it is killed; its torchrun, started again, counts its starts from 0, the other machine's from 1."""
+    port, steps = free_ports(), "sft.steps=600"
+    shape = ["layout.tp=2", "engine.sequence_parallel=true"]
+    secret = {"EVERSTEP_LIGHTHOUSE_TOKEN": "a secret of all machines"}
+    by_hand("lighthouse", "--port", str(port), "--min_replicas", "2", **secret)
+
+    def start(replica: int, **env: str) -> subprocess.Popen[str]:
+        return by_hand("train", SFT, *ARGUMENTS, f"run_dir={tmp_path}/run", *shape, steps, "lighthouse.wait_s=240",
+                       TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{port}", REPLICA_GROUP_ID=str(replica), **secret, **env)
+
+    def start_on(machine: int) -> subprocess.Popen[str]:
+        return start(1, MASTER_PORT=str(port + 100), **by_torchruns_names(machine))
+
+    whole, halves = start(0), [start_on(i) for i in range(2)]
+    while committed(tmp_path / "run") < 4:
+        assert all(process.poll() is None for process in (whole, *halves)), [p.communicate() for p in (whole, *halves) if p.poll() is not None]
+        time.sleep(0.1)
+    lost = psutil.Process(halves[machine].pid)
+    for process in [lost, *lost.children(recursive=True)]:
+        process.kill()
+    halves[machine].wait()
+    begun = time.monotonic()
+    halves[machine] = start_on(machine)
+    while not any(e.event == "join" for e in read_events(tmp_path / "run" / "events")):
+        assert time.monotonic() < begun + 200, "they wait for each other"
+        if halves[1 - machine].poll() is not None:  # its torchrun lost the store, and whoever started it starts it again
+            halves[1 - machine] = start_on(1 - machine)
+        time.sleep(0.1)
+    end_well(whole, *halves)
+    check(Finished(tmp_path / "run", read_events(tmp_path / "run" / "events")), calm(SFT, steps, *shape), 2)
+
+
+@pytest.mark.full
 def test_a_replica_that_comes_late_is_waited_for_by_nobody(tmp_path: Path, calm, by_hand) -> None:  # noqa: F811
     """The first one is started by ``everstep train``, the late one by torchrun itself."""
     port, steps = free_ports(), "sft.steps=500"

@@ -107,6 +107,9 @@ def launch(config: Config, program: Sequence[str], say: Callable[[str], None] | 
     else:
         rendezvous = ["--standalone", f"--local_addr={_HOST}"]
     restarts = config.local.max_restarts if several else 0
+    port, restarted = environment.manager_port(), os.environ.get("EVERSTEP_RESTARTS", "0") != "0"
+    if several and port and machines.index == 0 and not restarted:  # of what a former life left there the end is waited for
+        check_port_free(port, "TORCHFT_MANAGER_PORT", host="")
     arguments = [*rendezvous, f"--nproc_per_node={ranks // machines.count}", f"--max_restarts={restarts}", *program]
     token = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="everstep-exit-") as exits:

@@ -32,6 +32,7 @@ from everstep.cluster import environment
 from everstep.cluster.lighthouse import DEFAULT_PORT, TOKEN_VARIABLE, Ports
 from everstep.cluster.orphans import TOKEN, kill_all
 from everstep.cluster.processes import die_with_parent
+from everstep.cluster.torchrun import check_port_free
 from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.errors import BadInput, ConfigError, Interrupted, NotEnoughReplicas
@@ -110,6 +111,8 @@ def up(config: Config, program: Sequence[str], say: Callable[[str], None]) -> in
         )
     own = config.lighthouse.address or os.environ.get("TORCHFT_LIGHTHOUSE", "")
     ports = Ports.parse(own) if own else Ports("127.0.0.1", free_ports(DEFAULT_PORT))
+    check_can_listen(ports)
+    check_ports_of_replicas(config)
     launch = secrets.token_hex(16)
     secret = {TOKEN_VARIABLE: os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)}
     with tempfile.TemporaryDirectory(prefix="everstep-up-") as folder:
@@ -118,7 +121,8 @@ def up(config: Config, program: Sequence[str], say: Callable[[str], None]) -> in
         children = [
             Child(
                 f"replica {replica}",
-                [sys.executable, *program, "launcher=local", f"replica.id={replica}", f"lighthouse.address={ports.url}"],
+                [sys.executable, *program, "launcher=local", f"replica.id={replica}", f"lighthouse.address={ports.url}",
+                 *([f"local.port={config.local.port + replica}"] if config.local.port else [])],
                 secret | {TOKEN: launch} | _of_replica(replica, mine), logs / f"replica-{replica}.log",
             )
             for replica, mine in enumerate(devices)
@@ -130,6 +134,27 @@ def up(config: Config, program: Sequence[str], say: Callable[[str], None]) -> in
         finally:
             kill_all(launch)
             supervisor.keep_logs(Path(config.run_dir))
+
+
+def check_can_listen(ports: Ports) -> None:
+    """BadInput if the lighthouse cannot be started there."""
+    for port in range(ports.torchft, ports.torchft + 3):
+        try:
+            socket.create_server((ports.host, port)).close()
+        except OSError as error:
+            raise BadInput(
+                f"the lighthouse cannot be started at {ports.url} (TORCHFT_LIGHTHOUSE, lighthouse.address): port {port} there is refused "
+                f"({error.strerror}); everstep up starts it on this machine, on this port and the two after it"
+            ) from error
+
+
+def check_ports_of_replicas(config: Config) -> None:
+    """Of each its own: they follow the one that is given. BadInput."""
+    for name, first in (("local.port", config.local.port), ("TORCHFT_MANAGER_PORT", environment.manager_port())):
+        for port in range(first, first + config.layout.replicas) if first else ():
+            if port > 65535:
+                raise BadInput(f"{name}={first} is that of the first of {config.layout.replicas} replicas, and there is no port {port}; lower it")
+            check_port_free(port, name, host="")
 
 
 def _of_replica(replica: int, devices: str | None) -> dict[str, str]:

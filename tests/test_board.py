@@ -15,7 +15,8 @@ from tests.support.replicas import free_ports
 
 from everstep.cluster import takeover
 from everstep.cluster.environment import Machines, lighthouse_address, machines, manager_port, placed, slurm_hosts
-from everstep.cluster.lighthouse import Ports, pack_journal, serve, unpack_journal
+from everstep.cluster.head import Head
+from everstep.cluster.lighthouse import Lighthouse, Ports, pack_journal, serve, unpack_journal
 from everstep.cluster.up import Child, check_can_listen, check_ports_of_replicas, share_devices, up
 from everstep.config.load import from_tree
 from everstep.config.schema import Config
@@ -363,6 +364,25 @@ def test_a_lighthouse_for_everybody_needs_a_secret(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("EVERSTEP_LIGHTHOUSE_TOKEN", raising=False)
     with pytest.raises(BadInput, match="set EVERSTEP_LIGHTHOUSE_TOKEN to a secret"):
         serve("0.0.0.0", 25000, 1, 100, 1000, 5000, print, None)  # type: ignore[arg-type]
+
+
+def test_what_the_lighthouse_cannot_do_is_told_at_once_and_every_time() -> None:
+    """Whoever asks would else ask until lighthouse.wait_s is over."""
+    lighthouse = Lighthouse(socket.create_server(("127.0.0.1", 0)), "127.0.0.1")
+    config = conf(run_dir="/dev/null/run", replica={"id": 0, "count": 2}).model_dump(mode="json")
+    head = Head(lighthouse.address, "", 20.0, {"replica": 0, "nonce": "a", "config": config, "clean": False, "restarts": 0})
+    began = time.monotonic()
+    for _ in range(2):
+        with pytest.raises((WorkerFailed, BadInput), match="/dev/null/run"):
+            head.register()
+    wrong = Head(lighthouse.address, "another secret", 20.0, {})
+    for _ in range(2):
+        with pytest.raises(BadInput, match="the lighthouse has another secret"):
+            wrong.request("ping")
+    assert time.monotonic() - began < 10.0
+    head.close()
+    wrong.close()
+    lighthouse.close()
 
 
 def test_errors_of_another_process_keep_their_kind() -> None:

@@ -206,6 +206,8 @@ class Lighthouse:
                         reply, answer = session.handle(request, payload)
                 except EverstepError as error:
                     reply = {"error": type(error).__name__, "message": str(error)}
+                except Exception as error:  # else whoever asked would ask again until lighthouse.wait_s is over
+                    reply = {"error": "WorkerFailed", "message": f"the lighthouse could not answer {request['type']}: {type(error).__name__}: {error}"}
                 wire.send_with(sock, reply, answer)
         finally:
             sock.close()

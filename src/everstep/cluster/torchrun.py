@@ -50,6 +50,7 @@ from everstep.errors import (
 )
 
 EXIT_DIR = "EVERSTEP_EXIT_DIR"  # where workers leave their exit codes
+FINAL = "EVERSTEP_FINAL"  # names a file that is made for `everstep up` if the ranks ended of something that would come again
 _DELAY = "EVERSTEP_RESTART_DELAY_S"  # the agent's: local.restart_delay_s
 _LIGHTHOUSE = "EVERSTEP_LIGHTHOUSE"  # the agent's: where the lighthouse is, if there are several replicas
 DEFAULT_MASTER_PORT = 29500
@@ -130,6 +131,8 @@ def launch(config: Config, program: Sequence[str], say: Callable[[str], None] | 
             kill_all(token)
             agent.wait()
         code, message = _cause(Path(exits), agent.returncode, bool(interrupted))
+        if code and (final := os.environ.get(FINAL)) and final_report(Path(exits)):
+            Path(final).touch()
     if message:
         say(message)
     return code

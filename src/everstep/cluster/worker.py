@@ -94,6 +94,7 @@ class Worker:
         self._critic_source = source.resolve(derive.critic(config).model) if config.recipe == "ppo" else None
         self._tokenizer: Any = None
         self._rollout: TransformersRollout | None = None
+        self._rounds_rollout: tuple[LossSpec | None, Any] | None = None
         self._rollout_weights: tuple[int | None, int] | None = None  # known to every rank: all decide alike whether to gather weights
         self._formation: Formation | None = None
         self._links: Links | None = None
@@ -397,8 +398,9 @@ class Worker:
     def train_round(self, round: Round, slots: Slots, loss: LossSpec, rollout: LossSpec | None, called: Epoch | None) -> StepReport:
         """A round of semi-synchronous training. ``rollout``: names what makes the samples (everstep.cluster.island.Rollout)."""
         assert self._transaction is not None
-        made: Any = rollout.build() if rollout else None
-        report = self._transaction.run(RoundWork(self, round, slots, loss.build(), made), called)
+        if self._rounds_rollout is None or self._rounds_rollout[0] != rollout:
+            self._rounds_rollout = rollout, rollout.build() if rollout else None  # kept: it may hold processes
+        report = self._transaction.run(RoundWork(self, round, slots, loss.build(), self._rounds_rollout[1]), called)
         sums, metrics = self.engine.read_sums(without_participants(report.sums))
         return dataclasses.replace(report, sums=sums, metrics=metrics)
 

@@ -399,7 +399,8 @@ class Worker:
         """A round of semi-synchronous training. ``rollout``: names what makes the samples (everstep.cluster.island.Rollout)."""
         assert self._transaction is not None
         if self._rounds_rollout is None or self._rounds_rollout[0] != rollout:
-            self._rounds_rollout = rollout, rollout.build() if rollout else None  # kept: it may hold processes
+            made: Any = rollout.build() if rollout else None
+            self._rounds_rollout = rollout, made  # kept: it may hold processes
         report = self._transaction.run(RoundWork(self, round, slots, loss.build(), self._rounds_rollout[1]), called)
         sums, metrics = self.engine.read_sums(without_participants(report.sums))
         return dataclasses.replace(report, sums=sums, metrics=metrics)

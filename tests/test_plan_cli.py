@@ -32,7 +32,8 @@ from everstep import cli
 from everstep.config import derive
 from everstep.config.load import from_tree, load
 from everstep.config.schema import Config
-from everstep.engine.source import ExpertShape, ModelShape, describe
+from everstep.engine.shape import ExpertShape, ModelShape
+from everstep.engine.source import describe
 from everstep.layout import Layout
 from everstep.plan import expert_parameters, make_plan, print_plan, size_rows, stage_parameters
 

@@ -18,7 +18,8 @@ from everstep.config import semisync as config_semisync
 from everstep.config.check import check_plan
 from everstep.config.load import Loaded, dump
 from everstep.config.schema import Config
-from everstep.engine.source import ModelShape, describe
+from everstep.engine.shape import ModelShape
+from everstep.engine.source import describe
 from everstep.layout import Layout
 from everstep.rl import pipeline
 

@@ -53,6 +53,7 @@ from everstep.errors import (
     ReplicaBroken,
     Superseded,
     WorkerFailed,
+    first_line,
 )
 from everstep.layout import Position
 from everstep.node import page
@@ -332,7 +333,7 @@ class Worker:
         except Exception as error:
             formation = self._formation
             if out_of_memory(error):
-                self._end(f"out of memory in {method}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+                self._end(f"out of memory in {method}: {first_line(error)}")
             # RuntimeError and ValueError are what torch.distributed raises when a peer closed its connection.
             if formation and isinstance(error, RuntimeError | ValueError) and len(formation.workers) > 1 and self._wait_broken():
                 self.leave()

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from everstep.errors import DeadlineExceeded, EverstepError, LinkBroken
+from everstep.errors import DeadlineExceeded, EverstepError, LinkBroken, first_line
 from everstep.recovery.digest import digest_of
 from everstep.recovery.heal import HealStream, on_host, receive_checked, receive_mark, send_checked
 
@@ -160,7 +160,7 @@ def _copied(said: Mapping[str, Any], device: torch.device) -> Tensor | None:
     try:
         copy = reductions.rebuild_cuda_tensor(**rebuilding(said["handle"], getattr(torch, said["dtype"]), device.index or 0)).clone()
     except RuntimeError as error:
-        LOG.warning("weights come through host memory: the source's device memory cannot be reached (%s)", str(error).splitlines()[0])
+        LOG.warning("weights come through host memory: the source's device memory cannot be reached (%s)", first_line(error))
         return None
     if list(copy.shape) != said["shape"] or digest_of([copy]) != said["digest"]:
         raise LinkBroken(f"weight {said['name']} arrived damaged: its digest is wrong")

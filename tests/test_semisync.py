@@ -23,7 +23,7 @@ from tests.support.runs import SFT, config
 from everstep.config import semisync
 from everstep.config.check import check_plan
 from everstep.config.schema import SemiSyncConfig
-from everstep.engine.source import ModelShape
+from everstep.engine.shape import ModelShape
 from everstep.errors import ConfigError
 from everstep.recovery import link as links
 from everstep.recovery.link import Link

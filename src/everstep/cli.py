@@ -171,7 +171,8 @@ def chaos(
 def plan(config: Config_, overrides: Overrides = None, debug: Debug = False) -> None:
     """Check CONFIG; show sizes, ranks, memory. Starts nothing."""
     from everstep.config.load import load
-    from everstep.plan import make_plan, print_plan
+    from everstep.plan import make_plan
+    from everstep.plan.terminal import print_plan
 
     loaded = load(config, overrides or [])
     print_plan(make_plan(loaded.config), loaded, _console())

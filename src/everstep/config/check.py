@@ -24,7 +24,8 @@ from everstep.config import derive, rollouts, semisync
 from everstep.config.schema import Config, Fault, OptimizerConfig
 from everstep.data.functions import check_arguments, load_function
 from everstep.data.source import REASONING_GYM, is_path
-from everstep.engine.source import ModelShape, describe, resolve
+from everstep.engine.shape import ModelShape
+from everstep.engine.source import describe, resolve
 from everstep.errors import BadInput, ConfigError
 from everstep.layout import Layout
 from everstep.recipes.resize import SCALES

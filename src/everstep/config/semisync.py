@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 from everstep.config import derive
 from everstep.config.schema import Config, SemiSyncConfig
-from everstep.engine.source import ModelShape
+from everstep.engine.shape import ModelShape
 from everstep.errors import ConfigError
 
 

@@ -29,6 +29,7 @@ from tests.test_faults import assert_invariants
 
 from everstep.checkpoint.manifest import checkpoint_folders, step_of
 from everstep.cluster.forked import ForkedHost
+from everstep.cluster.worker import Worker
 from everstep.config.schema import Config
 from everstep.telemetry import history
 from everstep.telemetry.events import Event, epoch_key
@@ -184,6 +185,28 @@ def test_a_replica_that_was_not_there_joins_and_stalls_nobody(tmp_path: Path, ca
     assert max(b - a for a, b in itertools.pairwise(times)) < 10, "the join timeout was waited for"
 
 
+def slow_on_replica_1() -> None:
+    """Longer than a phase of a step may take."""
+    state_hash = Worker.state_hash
+
+    def slow(self: Worker) -> tuple[int | None, str]:
+        if os.environ["EVERSTEP_REPLICA"] == "1":
+            time.sleep(9.0)
+        return state_hash(self)
+
+    Worker.state_hash = slow  # type: ignore[method-assign]
+
+
+@pytest.mark.full
+def test_all_ranks_of_a_replica_wait_for_another_one_as_long_as_their_head_does(tmp_path: Path, calm) -> None:
+    shape = ["layout.tp=2", "engine.sequence_parallel=true", "sft.steps=6"]
+    with Replicas(local(tmp_path, 2, *shape, "recovery.step_timeout_s=4"), tmp_path, prepare=slow_on_replica_1) as replicas:
+        replicas.start(0, 1)
+        run = replicas.finished()
+    check(run, calm(SFT, *shape), 2)
+    assert not run.kind("death")
+
+
 @pytest.mark.full
 def test_min_replicas_holds_the_run(tmp_path: Path, calm) -> None:
     with Replicas(local(tmp_path, 2, "recovery.min_replicas=2", "sft.steps=20"), tmp_path) as replicas:
@@ -193,6 +216,25 @@ def test_min_replicas_holds_the_run(tmp_path: Path, calm) -> None:
         run = replicas.finished()
     check(run, calm(SFT, "sft.steps=20"), 2)
     assert all(e["members"] == [0, 1] for e in run.kind("commit")), "nothing committed with fewer than two"
+
+
+@pytest.mark.full
+def test_a_run_with_too_few_waits_longer_than_a_step_may_take(tmp_path: Path, calm) -> None:
+    shape = ["layout.tp=2", "engine.sequence_parallel=true", "sft.steps=12"]
+    conf = local(tmp_path, 2, *shape, "recovery.min_replicas=2", "recovery.below_minimum=wait", "recovery.step_timeout_s=4")
+    with Replicas(conf, tmp_path, max_restarts=0) as replicas:
+        replicas.start(0, 1)
+        replicas.wait_for_commit(4)
+        replicas.kill(1)
+        time.sleep(10.0)
+        later = again(replicas, tmp_path / "later")
+        later.start(1)
+        run = later.finished()
+        replicas.join()
+    check(run, calm(SFT, *shape), 2)
+    assert replicas.codes[0] == 0 and [e["replica"] for e in run.kind("death")] == [1, 1]
+    times = sorted(e.t_wall for e in run.kind("commit"))
+    assert max(b - a for a, b in itertools.pairwise(times)) > 8.0, "it was held"
 
 
 @pytest.mark.full

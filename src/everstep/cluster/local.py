@@ -120,10 +120,17 @@ def join_world(config: Config) -> tuple[environment.RankEnvironment, Meeting]:
     life = dist.PrefixStore(f"everstep/{meeting.agree(config.recovery.step_timeout_s)}", store)
     meeting.watch(lambda cause: end_process(ReplicaBroken(f"{cause}, while it was on its way into the run")))
     try:
-        dist.init_process_group(backend, store=life, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(backend, store=life, rank=rank, world_size=size, timeout=timedelta(seconds=_longest_wait_s(config)))
     except RuntimeError as error:  # torch's: another rank is gone
         raise ReplicaBroken(f"the ranks of this replica could not connect: {first_line(error)}") from error
     return env, meeting
+
+
+def _longest_wait_s(config: Config) -> float:
+    """That rank 0 may wait for the lighthouse or for other replicas, and the others for what it is told. Groups inside the replica have
+    deadlines of their own."""
+    recovery = config.recovery
+    return max(recovery.step_timeout_s, recovery.call_timeout_s, config.lighthouse.wait_s) + derive.held_s(config)
 
 
 def enter(config: Config, clean: bool, watching: Watching) -> Entry:

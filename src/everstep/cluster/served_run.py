@@ -425,9 +425,7 @@ class ServedRun:
             self._held_since = None
             return
         self._held_since = self._held_since or time.monotonic()
-        recovery = self.config.recovery
-        wait_s = recovery.below_minimum_wait_s if recovery.below_minimum == "wait" else self.config.lighthouse.wait_s
-        wait_s = wait_s if recovery.enabled else 0.0
+        wait_s = derive.held_s(self.config)
         if time.monotonic() - self._held_since > wait_s:
             raise NotEnoughReplicas(
                 f"{len(coordinator.view.members)} replicas live, {coordinator.min_replicas} are needed, and no other came in {wait_s:g} s "

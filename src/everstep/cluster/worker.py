@@ -228,7 +228,7 @@ class Worker:
         healing = Healing(replica, rank, self.store.as_store, control.local_host, self._state, recovery, self.events, control.wants_heal)
         self._transaction = Transaction(
             recovery, replica, formation.build, rank, self.worker_id, control, self._links, world, healing, self._state, self.events,
-            Custody(self.config.watch.check_state_every, self._state, self._corrupt),
+            Custody(self.config.watch.check_state_every, self._state, self._corrupt), derive.held_s(self.config),
         )
         self.events.emit("form", epoch=self.control.epoch.key, replica=replica, rank=rank, build=formation.build, world_size=size)
         self._has_reference = formation.reference

@@ -453,3 +453,12 @@ def rollout_steps(config: Config, sizes: Sizes) -> list[int]:
         return []
     warm = sizes.warmup.steps if sizes.warmup else 0
     return [warm + sizes.rl.steps_before(n) + 1 for n in range(1, sizes.rl.iterations + 1)]
+
+
+def held_s(config: Config) -> float:
+    """Seconds that a run with fewer replicas than recovery.min_replicas waits for others; 0: only for those that are on their way."""
+    if not config.recovery.enabled:
+        return 0.0
+    if config.recovery.below_minimum == "wait":
+        return config.recovery.below_minimum_wait_s
+    return config.lighthouse.wait_s if config.replica.id is not None else 0.0

@@ -154,8 +154,10 @@ class StepReport:
 class Transaction:
     def __init__(
         self, config: RecoveryConfig, replica: int, build: int, rank: int, worker: str, control: Control, links: Links,
-        world: ReplicaWorld, healing: Healing, state: heal.State, events: EventLog, custody: Custody | None = None,
+        world: ReplicaWorld, healing: Healing, state: heal.State, events: EventLog, custody: Custody | None = None, held_s: float = 0.0,
     ):
+        """``held_s``: for which the coordinator may decide nothing because there are too few replicas."""
+        self._decided_in_s = config.step_timeout_s + held_s
         self._config, self._replica, self._build, self._rank, self._worker = config, replica, build, rank, worker
         self._heal: Heal | None = None  # the heal that I am in, or was in last
         self._join_failure = ""
@@ -186,7 +188,7 @@ class Transaction:
                 self._enter(Phase.BEGIN, work.step)
                 record = self._agree_on_view(work.step, called)
                 if not record.view.deal.lives:  # nothing is computed until the dead are replaced
-                    self._control.after(record.number, self._config.step_timeout_s, "a view that deals slots")
+                    self._control.after(record.number, self._decided_in_s, "a view that deals slots")
                     continue
                 attempts += 1
                 try:
@@ -198,7 +200,7 @@ class Transaction:
                 if not self._config.enabled and _is_finite(total):
                     # No death is survived, so the commit needs no waiting for: whoever lacks it resumes from a checkpoint.
                     return self._finish(work, Outcome.APPLY, total, attempts, sent_bytes)
-                decision = self._control.after(record.number, self._config.step_timeout_s, f"the commit of step {work.step}")
+                decision = self._control.after(record.number, self._decided_in_s, f"the commit of step {work.step}")
                 if decision.kind is Kind.HALT:
                     raise Halted(f"step {work.step} was given up: {decision.cause}")
                 if decision.kind is Kind.COMMIT and decision.step == work.step:
@@ -220,7 +222,7 @@ class Transaction:
         void = isinstance(broken, LedgersDiffer)
         if not self._control.hears_within(record.number, 0.0 if void else LINK_GRACE_S):
             self._control.link_failed(record.view.link_id, str(broken), void)
-        self._control.after(record.number, self._config.step_timeout_s, "the next view after a broken link")
+        self._control.after(record.number, self._decided_in_s, "the next view after a broken link")
 
     def settle(self) -> None:
         """Between steps: nobody reads this rank's state any more once this returns."""
@@ -241,7 +243,7 @@ class Transaction:
         current = self._control.wait_for(
             lambda records: records[-1] if records[-1].view.committed >= step - 1 and self._has_entered(records)
             and (called is None or records[-1].view.epoch.key >= called.key) else None,
-            self._config.step_timeout_s, f"the commit of step {step - 1}, and a view with build {self._build} of replica {self._replica}",
+            self._decided_in_s, f"the commit of step {step - 1}, and a view with build {self._build} of replica {self._replica}",
         )
         number = max(n for (n,) in self._world.agree((current.number,), f"the view of step {step}"))
         record = self._control.numbered(number, self._config.step_timeout_s)

@@ -200,7 +200,7 @@ def slow_on_replica_1() -> None:
 @pytest.mark.full
 def test_all_ranks_of_a_replica_wait_for_another_one_as_long_as_their_head_does(tmp_path: Path, calm) -> None:
     shape = ["layout.tp=2", "engine.sequence_parallel=true", "sft.steps=6"]
-    with Replicas(local(tmp_path, 2, *shape, "recovery.step_timeout_s=4"), tmp_path, prepare=slow_on_replica_1) as replicas:
+    with Replicas(local(tmp_path, 2, *shape, "recovery.step_timeout_s=4", "recovery.heal_timeout_s=3"), tmp_path, prepare=slow_on_replica_1) as replicas:
         replicas.start(0, 1)
         run = replicas.finished()
     check(run, calm(SFT, *shape), 2)
@@ -221,7 +221,7 @@ def test_min_replicas_holds_the_run(tmp_path: Path, calm) -> None:
 @pytest.mark.full
 def test_a_run_with_too_few_waits_longer_than_a_step_may_take(tmp_path: Path, calm) -> None:
     shape = ["layout.tp=2", "engine.sequence_parallel=true", "sft.steps=12"]
-    conf = local(tmp_path, 2, *shape, "recovery.min_replicas=2", "recovery.below_minimum=wait", "recovery.step_timeout_s=4")
+    conf = local(tmp_path, 2, *shape, "recovery.min_replicas=2", "recovery.below_minimum=wait", "recovery.step_timeout_s=4", "recovery.heal_timeout_s=3")
     with Replicas(conf, tmp_path, max_restarts=0) as replicas:
         replicas.start(0, 1)
         replicas.wait_for_commit(4)

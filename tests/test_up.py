@@ -193,7 +193,7 @@ def test_a_replica_over_two_machines(tmp_path: Path, calm, by_hand, names: Calla
 @pytest.mark.parametrize("machine", [0, 1], ids=["with-the-store", "without"])
 def test_a_machine_of_a_replica_is_lost_and_comes_back(tmp_path: Path, calm, by_hand, machine: int) -> None:  # noqa: F811
     """Everything on it is killed; its torchrun, started again, counts its starts from 0, the other machine's from 1."""
-    port, steps = free_ports(), "sft.steps=400"
+    port, steps = free_ports(), "sft.steps=250"
     shape = ["layout.tp=2", "engine.sequence_parallel=true"]
     secret = {"EVERSTEP_LIGHTHOUSE_TOKEN": "a secret of all machines"}
     by_hand("lighthouse", "--port", str(port), "--min_replicas", "2", **secret)

@@ -148,16 +148,20 @@ def test_the_lighthouse_dies_while_a_replica_comes_back(tmp_path: Path, calm, mo
 
 
 @pytest.mark.full
-def test_lighthouse_and_a_replica_die_together(tmp_path: Path, calm) -> None:
-    with Replicas(local(tmp_path, 3, "sft.steps=60", "recovery.silence_s=4"), tmp_path) as replicas:
+@pytest.mark.parametrize("moment", [after_the_record_before_anybody_is_told, between_two_steps])
+def test_lighthouse_and_a_replica_die_together(tmp_path: Path, calm, moment: Callable[[int], None]) -> None:
+    """The death is written down by the next lighthouse; if nobody had heard of the commit, the dead replica never applied it."""
+    conf = local(tmp_path, 3, "sft.steps=100", "recovery.silence_s=4")
+    with Replicas(conf, tmp_path, moment=functools.partial(moment, 4)) as replicas:
         replicas.start(0, 1, 2)
-        replicas.wait_for_commit(4)
-        replicas.kill_lighthouse()
+        replicas.lighthouse.join(60)
         replicas.kill(1)
         time.sleep(0.5)
         replicas.start_lighthouse()
         run = replicas.finished()
-    check(run, calm(SFT, "sft.steps=60"), 3)
+    check(run, calm(SFT, "sft.steps=100"), 3)
+    (death,) = run.kind("death")
+    assert death["worker"] == "w1" and "did not come back" in death["cause"]
 
 
 @pytest.mark.full
@@ -229,8 +233,8 @@ def test_a_run_with_too_few_waits_longer_than_a_step_may_take(tmp_path: Path, ca
         time.sleep(10.0)
         later = again(replicas, tmp_path / "later")
         later.start(1)
-        run = later.finished()
         replicas.join()
+        run = later.finished()
     check(run, calm(SFT, *shape), 2)
     assert replicas.codes[0] == 0 and [e["replica"] for e in run.kind("death")] == [1, 1]
     times = sorted(e.t_wall for e in run.kind("commit"))

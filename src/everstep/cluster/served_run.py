@@ -394,6 +394,8 @@ class ServedRun:
                           workers=sorted(told), seconds=now - self._start.since)
         self._say(f"going on after step {view.committed} with replicas {list(view.replicas)}")
         self._members_before = decided.last.view.members
+        for worker in [w for m in self._members_before if m not in view.members for w in m.workers if not self.server.connected(w)]:
+            self.server.expel(worker, "it did not come back to a lighthouse that was started anew", ended=True)
         for life in self._replicas.values():
             self._let_in(life)
 
@@ -459,6 +461,8 @@ class ServedRun:
         member = Member(replica, int(resume["build"]), tuple(resume["workers"]))
         if self._builds.get(replica, 0) > member.build:
             raise Fenced(f"replica {replica} is over in its life {member.build}: it has a later one")
+        if causes := [self.server.dead[worker] for worker in member.workers if worker in self.server.dead]:
+            raise Fenced(f"replica {replica} is over in its life {member.build}: {causes[0]}")
         self._know(member)
         self._replicas[replica] = Replica(member, nonce, formed=bool(resume["formed"]))
         if resume["begun"]:

@@ -148,6 +148,20 @@ def test_the_lighthouse_dies_while_a_replica_comes_back(tmp_path: Path, calm, mo
 
 
 @pytest.mark.full
+def test_waiting_for_a_replica_is_bitwise_the_same_without_exact_mode(tmp_path: Path) -> None:
+    hashes = []
+    for name, fault in (("calm", "faults=[]"), ("killed", "faults=[{step: 4, phase: reduce, kind: kill, replica: 1}]")):
+        conf = local(tmp_path / name, 2, "recovery.mode=wait", "recovery.exact=false", fault)
+        with Replicas(conf, tmp_path / name, min_replicas=1) as replicas:
+            replicas.start(0, 1)
+            run = replicas.finished()
+        assert_invariants(run, steps=STEPS)
+        assert all(e["members"] == [0, 1] for e in run.kind("commit")) and len(run.kind("death")) == (name == "killed")
+        hashes.append(by_position(run))
+    assert hashes[0] == hashes[1]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("moment", [after_the_record_before_anybody_is_told, between_two_steps])
 def test_lighthouse_and_a_replica_die_together(tmp_path: Path, calm, moment: Callable[[int], None]) -> None:
     """The death is written down by the next lighthouse; if nobody had heard of the commit, the dead replica never applied it."""

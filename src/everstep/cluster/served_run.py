@@ -73,7 +73,8 @@ class Start:
 
 
 class ServedRun:
-    """``name``: tells it from other runs, before and after, in the same folder; ``address``: where ranks connect; ``store_port``: of the store for links and heals there, None: the one replica's own is used."""
+    """``name``: tells it from other runs, before and after, in the same folder. ``address``: where ranks connect; ``store_port``: of the
+    store for links and heals there, None: the one replica's own is used."""
 
     def __init__(
         self, name: str, config: Config, run_dir: RunDir, chosen: Chosen, token: str, address: tuple[str, int], store_port: int | None,
@@ -107,7 +108,7 @@ class ServedRun:
         self._events = EventLog(run_dir.events / "lead.jsonl", "lead", offer)
         everybody = self.layout.replicas
         coordinator = coordinator_of(config, self._log.incarnation)
-        self._minimum = min(max(coordinator.min_replicas, min_replicas), everybody)  # to begin
+        self._minimum = everybody if recovery.mode == "wait" else min(max(coordinator.min_replicas, min_replicas), everybody)  # to begin
         self._post_mortem = PostMortem(self._events, lambda info: self.agents.examine(info.host, info.worker_id, info.pid, EXAMINE_S))
         self.agents = Agents(config, run_dir, self._events, lambda worker: self.server.process_ended(worker))
         listener = Listener(

@@ -35,7 +35,7 @@ from everstep.checkpoint.choose import Chosen
 from everstep.checkpoint.saving import RankOf, SavedRun, Saver, WriterLost
 from everstep.checkpoint.storage import CheckpointError
 from everstep.checkpoint.writer import Ticket
-from everstep.cluster import environment
+from everstep.cluster import admission, environment
 from everstep.cluster.agents import keep_here
 from everstep.cluster.device import choose_device
 from everstep.cluster.dispatch import Rank, get_dispatch, ranks_of
@@ -143,8 +143,13 @@ def enter(config: Config, clean: bool, watching: Watching) -> Entry:
     return came
 
 
+def _restarts() -> int:
+    """How often this replica was started anew: by torchrun, and by ``everstep up``."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(os.environ.get("EVERSTEP_RESTARTS", "0"))
+
+
 def _register(config: Config, clean: bool, env: environment.RankEnvironment, watching: Watching) -> Entry:
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(os.environ.get("EVERSTEP_RESTARTS", "0"))
+    restarts = _restarts()
     lighthouse: Lighthouse | None = None
     if config.replica.id is None:
         token = secrets.token_hex(16)
@@ -201,6 +206,7 @@ class LocalGroup(Verbs):
             diagnosis.register(own_log.with_suffix(".stacks"))
         self.events = EventLog(entry.run_dir.events / f"{workers[self._rank]}.jsonl", workers[self._rank])
         beat.start(workers[self._rank], choose_device(config))
+        admission.admit_replica(config.watch, choose_device(config), workers[self._rank], entry.join or _restarts() > 0, self.events.emit, replica_secret())
         if os.environ["LOCAL_RANK"] == "0" and (agent := keep_here(config, entry.run_dir, entry.coordinator, entry.token)):
             self.closing.callback(agent.close)
         self._worker = Worker(config, workers[self._rank], choose_device(config), self._control, entry.store, self.events,

@@ -26,12 +26,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from everstep import scratch
 from everstep.cluster import environment
 from everstep.cluster.environment import inside_torchrun, worker_environment
 from everstep.cluster.orphans import TOKEN, kill_all
@@ -59,9 +59,8 @@ RESTARTED = (ReplicaBroken, Fenced, DeadlineExceeded)
 _HOST = "127.0.0.1"
 _POLL_S = 0.05
 _GRACE_S = 40.0  # torchrun gives its workers 30 s to end after a signal
-#  Of several exit codes the first of these is the cause: 3 is often only the echo of another rank's end,
-# and 130 too (torchrun
-#: interrupts the others), unless the user did interrupt.
+# Of several exit codes the first of these is the cause: 3 is often only the echo of another rank's end, and 130 too (torchrun interrupts the
+# others), unless the user did interrupt.
 _WORST_FIRST = (4, 2, 1, 3, 130)
 _WORST_FIRST_INTERRUPTED = (4, 2, 1, 130, 3)
 
@@ -109,8 +108,8 @@ def launch(config: Config, program: Sequence[str], say: Callable[[str], None] | 
     restarts = config.local.max_restarts if several else 0
     arguments = [*rendezvous, f"--nproc_per_node={ranks // machines.count}", f"--max_restarts={restarts}", *program]
     token = secrets.token_hex(16)
-    with tempfile.TemporaryDirectory(prefix="everstep-exit-") as exits:
-        own = {"EVERSTEP_REPLICA": str(config.replica.id or 0), "EVERSTEP_EPOCH": "0", EXIT_DIR: exits, TOKEN: token,
+    with scratch.folder("exit") as exits:
+        own = {"EVERSTEP_REPLICA": str(config.replica.id or 0), "EVERSTEP_EPOCH": "0", EXIT_DIR: str(exits), TOKEN: token,
                _DELAY: str(config.local.restart_delay_s)}
         if several:
             own[_LIGHTHOUSE] = environment.lighthouse_address(config)
@@ -126,7 +125,7 @@ def launch(config: Config, program: Sequence[str], say: Callable[[str], None] | 
         finally:
             kill_all(token)
             agent.wait()
-        code, message = _cause(Path(exits), agent.returncode, bool(interrupted))
+        code, message = _cause(exits, agent.returncode, bool(interrupted))
     if message:
         say(message)
     return code

@@ -20,7 +20,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from everstep import scratch
 from everstep.cluster import environment
 from everstep.cluster.lighthouse import DEFAULT_PORT, TOKEN_VARIABLE, Ports
 from everstep.cluster.orphans import TOKEN, kill_all
@@ -112,8 +112,7 @@ def up(config: Config, program: Sequence[str], say: Callable[[str], None]) -> in
     ports = Ports.parse(own) if own else Ports("127.0.0.1", free_ports(DEFAULT_PORT))
     launch = secrets.token_hex(16)
     secret = {TOKEN_VARIABLE: os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)}
-    with tempfile.TemporaryDirectory(prefix="everstep-up-") as folder:
-        logs = Path(folder)
+    with scratch.folder("up") as logs:
         devices = share_devices(config)
         children = [
             Child(

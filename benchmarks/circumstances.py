@@ -1,4 +1,4 @@
-"""On what a number was made: every benchmark writes this beside its results, in these words."""
+"""On what a number was made: every benchmark writes this beside its results, in these words. And in what a benchmark's processes run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,16 @@ import shlex
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "megatron-core", "ray", "transformers")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment of a process that a benchmark starts: finds this repository, one thread per process; ``more`` has the last word."""
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **more}
 
 
 def circumstances(benchmark: str, arguments: Sequence[str] | None = None, more: Sequence[str] = ()) -> dict[str, str]:

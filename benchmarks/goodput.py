@@ -35,8 +35,8 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.circumstances import circumstances
-from benchmarks.recovery import ROOT, WORK, gpus, shape_of, work
+from benchmarks.circumstances import ROOT, circumstances, environment
+from benchmarks.recovery import WORK, gpus, shape_of, work
 from everstep.errors import EverstepError
 from everstep.telemetry.events import Event, EventLogError, of_kind, read_events
 from everstep.telemetry.history import check
@@ -150,8 +150,7 @@ def _start(given: Sequence[str], forked: bool, folder: Path) -> subprocess.Popen
         command = [sys.executable, "-W", "ignore", "-m", "everstep", "train", str(ROOT / "examples" / "sft_text.yaml"), *given, *clean]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".out").open("ab") as out:
-        return subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, start_new_session=True, env={
-            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])})  # fmt: skip
+        return subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, start_new_session=True, env=environment())
 
 
 def _child(given: str) -> int:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.circumstances import circumstances
+from benchmarks.circumstances import ROOT, circumstances
 from everstep.cluster.forked import ForkedHost
 from everstep.config.load import load_config
 from everstep.driver import run
@@ -31,7 +31,6 @@ from everstep.telemetry.history import check
 from everstep.telemetry.metrics import read_metrics
 from everstep.telemetry.recoveries import account
 
-ROOT = Path(__file__).parents[1]
 ACCURACY, REWARD = "val-core/acc/mean@1", "critic/score/mean"
 QUIET = ["telemetry.progress=none", "telemetry.tensorboard=false", "device=cpu", f"model.path={ROOT}/examples/models/tiny-qwen3"]
 NOISE_FLOOR = 0.03  # of accuracy: four of the 144 held-out prompts

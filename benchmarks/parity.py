@@ -34,10 +34,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.circumstances import circumstances
+from benchmarks.circumstances import ROOT, circumstances, environment
 from everstep.layout import Layout
 
-ROOT = Path(__file__).resolve().parent.parent
 STEPS, LAYERS, VOCABULARY, LR = 5, 8, 101, 1e-3  # an odd vocabulary: it must be padded to be cut
 LORA = {"rank": 4, "alpha": 8.0}
 EXPERTS: dict[str, Any] = {
@@ -323,9 +322,7 @@ def run_launched(row: Row, folder: Path) -> Outcome:
     start = time.monotonic()
     command = [sys.executable, "-m", "everstep", "train", "examples/sft_chat.yaml", *overrides]
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_DEADLINE_S, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_DEADLINE_S, env=environment())
     except subprocess.TimeoutExpired:
         return Outcome(row, problem=f"not done in {RUN_DEADLINE_S:g} s")
     if done.returncode:

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.circumstances import ROOT
 from everstep.chaos import with_schedule
 from everstep.config.load import load_config
 from everstep.recovery.chaos import parse_kinds
 from everstep.telemetry.history import check, worst
 from everstep.telemetry.status import status
 
-ROOT = Path(__file__).parents[1]
 SIZE = {"width": 1280, "height": 860}
 
 

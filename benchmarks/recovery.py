@@ -21,7 +21,6 @@ import io
 import itertools
 import json
 import math
-import os
 import random
 import shutil
 import statistics
@@ -33,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.circumstances import circumstances
+from benchmarks.circumstances import ROOT, circumstances, environment
 from benchmarks.rivals import measure
 from everstep.cluster.forked import ForkedHost
 from everstep.config.load import load_config
@@ -43,7 +42,6 @@ from everstep.telemetry.events import Event, epoch_key, of_kind, read_events, se
 from everstep.telemetry.recoveries import recoveries, survivor_inside
 from everstep.telemetry.strength import PARTS, parts_of_recoveries
 
-ROOT = Path(__file__).parents[1]
 SHAPES = ROOT / "benchmarks" / "shapes"
 WORK = {"cuda": (24, 4, 1100), "cpu": (24, 2, 128)}  # samples and micro-batch of a step, tokens of a sample
 WARM_STEPS = 5  # not counted: kernels are compiled and caches filled
@@ -166,10 +164,7 @@ def _train(overrides: Sequence[str], folder: Path, env: dict[str, str], forked: 
         with contextlib.redirect_stdout(io.StringIO()):
             return subprocess.CompletedProcess([], run_recipe(config, clean=clean, host=ForkedHost), "", "")
     command = [sys.executable, "-m", "everstep", "train", str(ROOT / "examples" / "sft_text.yaml"), *overrides, f"run_dir={folder}", *(["--clean"] if clean else [])]
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **env}, text=True, capture_output=True, timeout=600, check=False
-    )
+    return subprocess.run(command, env=environment(**env), text=True, capture_output=True, timeout=600, check=False)
 
 
 def _kills(args: argparse.Namespace, device: str, folder: Path) -> tuple[list[Kill], list[dict[str, float]], list[str]]:

@@ -39,9 +39,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.circumstances import circumstances
+from benchmarks.circumstances import ROOT, circumstances
 
-ROOT = Path(__file__).resolve().parents[1]
 CONTENDERS = ("everstep", "everstep-engine", "everstep-vllm", "trl", "trl-vllm")
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {

@@ -20,7 +20,6 @@ import argparse
 import functools
 import hashlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.circumstances import circumstances
+from benchmarks.circumstances import ROOT, circumstances, environment
 from everstep.data.source import Record, load_records
 from everstep.rl.reward_functions import Reward, reasoning_gym_reward
 from everstep.telemetry.events import Event, of_kind, read_events
@@ -38,7 +37,6 @@ from everstep.telemetry.history import check
 from everstep.telemetry.metrics import read_metrics
 from everstep.telemetry.recoveries import recoveries
 
-ROOT = Path(__file__).parents[1]
 ACCURACY, REWARD = "val-core/acc/mean@1", "critic/score/mean"
 TASK = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1, "seed": 1}
 INSTRUCTION = "Answer with the number only."
@@ -60,8 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "reward.function=benchmarks.smollm2:score", "reward.args={}", f"faults=[{{step: {kill}, phase: compute, kind: kill}}]", *args.overrides,
     ]
     train = [sys.executable, "-m", "everstep", "train", str(ROOT / "examples" / "grpo_smollm2.yaml"), *overrides, f"run_dir={run}", "--clean"]
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    code = _run(train, {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}, args.limit_s)
+    code = _run(train, environment(), args.limit_s)
     if not (run / "metrics.jsonl").exists() or not any(ACCURACY in row for row in read_metrics(run / "metrics.jsonl")):
         print(f"the run ended with exit code {code}; its logs are in {run}")
         return 1

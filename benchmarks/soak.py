@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.circumstances import circumstances
+from benchmarks.circumstances import ROOT, circumstances
 from everstep import driver
 from everstep.chaos import with_schedule
 from everstep.cluster.forked import ForkedHost
@@ -43,7 +43,6 @@ from everstep.recovery.faults import describe
 from everstep.telemetry.events import Event, of_kind, read_events
 from everstep.telemetry.history import check
 
-ROOT = Path(__file__).parents[1]
 STEPS = 40
 RATE = 0.2  # faults a step, before what is survived limits them
 KINDS = ("kill", "kill", "kill", "kill", "stop", "exit", "segv", "gil", "hang", "oom", "nan", "partition")  # some more often

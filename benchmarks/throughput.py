@@ -38,11 +38,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks.circumstances import circumstances
+from benchmarks.circumstances import ROOT, circumstances
 from everstep.config.schema import FusedKernel
 from everstep.layout import Layout
 
-ROOT = Path(__file__).resolve().parent.parent
 SHAPES = ROOT / "benchmarks" / "shapes"
 #: Dense bf16 FLOP/s by data sheet; the first name that is contained in the card's counts.
 PEAK = {

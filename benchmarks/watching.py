@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.circumstances import circumstances
+from benchmarks.circumstances import ROOT, circumstances
 from everstep.config.load import load_config
 from everstep.config.watch_schema import AlertConfig
 from everstep.telemetry.alerts import Alerts
@@ -37,7 +37,6 @@ from everstep.telemetry.spikes import Spikes
 from everstep.telemetry.status import PULSE_S, replace_file
 from everstep.telemetry.stragglers import Stragglers, Timed
 
-ROOT = Path(__file__).parents[1]
 PHASES = 12  # that a rank enters in a step, and the lines it would log then
 WARM_STEPS = 8
 #: What makes a run unwatched, beside what is patched out below. A further part of watching belongs here, with what takes it out.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from tests.support.launchers import Up
 from tests.support.replicas import Replicas
 from tests.support.runs import QUIET, SFT, Finished, command, config, finish, gone
 from tests.test_faults import assert_invariants
+from tests.test_lost_node import until
 from tests.test_watching import seconds_between
 
+from everstep import cli
 from everstep.cluster import worker as worker_module
 from everstep.cluster.forked import ForkedHost
 from everstep.doctor import Unfit
@@ -154,25 +157,24 @@ def broken_once(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": path, "BROKEN": str(folder / "broken"), "TESTS": str(Path(__file__).parents[1])}
 
 
-def assert_one_was_refused_and_the_next_admitted(run: Finished) -> None:
-    (refused,) = run.kind("refused")
-    assert refused["cause"].startswith("matmul") and refused["checks"]["matmul"].startswith("bad")
-    admitted = [e for e in run.kind("admitted") if e.t_wall > refused.t_wall]
-    assert admitted and all(text.startswith("ok") for text in admitted[0]["checks"].values())
-    back = [e for e in run.kind("join") if e.t_wall > admitted[0].t_wall and e["replica"] == 1]
-    assert back and len(back[0]["members"]) == 2, "it took part again"
-
-
 @pytest.mark.full
-@pytest.mark.timeout(400)
-def test_under_torchrun_the_one_that_is_started_next_is_admitted(tmp_path: Path) -> None:
-    overrides = ("layout.replicas=2", "sft.steps=500", "recovery.heartbeat_s=0.2", "checkpoint.at_end=false", "train.verify_every=100",
-                 "recovery.min_replicas=2", "recovery.below_minimum=wait", "faults=[{step: 5, phase: compute, kind: kill, replica: 1}]")
-    with Up(tmp_path, SFT, *overrides, **broken_once(tmp_path)) as up:
-        run = up.finished()
-    assert_one_was_refused_and_the_next_admitted(run)
-    assert "is not fit to take part: matmul: " in up.err
-    assert_invariants(run, steps=500)
+@pytest.mark.timeout(500)
+def test_under_torchrun_an_unfit_replica_stays_out_and_the_next_one_comes_back(tmp_path: Path) -> None:
+    """Of two that are started anew the first to look at its device has a broken one."""
+    with Up(tmp_path, SFT, "layout.replicas=3", "sft.steps=9000", "recovery.heartbeat_s=0.2", "checkpoint.at_end=false", "checkpoint.on_interrupt=false",
+            "train.verify_every=100", "faults=[{step: 5, phase: compute, replica: 1}, {step: 60, phase: compute, replica: 2}]", **broken_once(tmp_path)) as up:
+        up.wait_for_commit(61)
+        seen = lambda kind: [e for e in read_events(up.folder / "events") if e.event == kind]
+        assert until(lambda: seen("admitted") and seen("refused") and seen("join"), 240), [seen("admitted"), seen("refused")]
+        (refused,), (admitted,), join = seen("refused"), seen("admitted"), seen("join")[-1]
+        up.process.send_signal(signal.SIGINT)
+        assert up.finish() == 130, up.err[-3000:]
+    assert refused["cause"].startswith("matmul") and refused["checks"]["memory"].startswith("ok")
+    assert admitted["checks"].keys() == {"matmul", "memory"}, "of one rank, which has nobody to sum with"
+    places = {e.who: e["replica"] for e in seen("form")}
+    assert refused.who not in places and places[admitted.who] == join["replica"] and len(join["members"]) == 2
+    assert "has ended and is not started anew" in up.err and "is not fit to take part: matmul: " in up.err
+    assert cli.run(["verify", str(up.folder)]) == 0
 
 
 @pytest.mark.full
@@ -184,6 +186,11 @@ def test_through_ray_the_next_process_is_admitted(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=380)
     assert process.returncode == 0, f"{out[-4000:]}\n{err[-4000:]}"
     run = Finished(tmp_path / "run", read_events(tmp_path / "run" / "events"))
-    assert_one_was_refused_and_the_next_admitted(run)
+    (refused,) = run.kind("refused")
+    assert refused["cause"].startswith("matmul") and refused["checks"]["matmul"].startswith("bad")
+    admitted = [e for e in run.kind("admitted") if e.t_wall > refused.t_wall]
+    assert admitted and all(text.startswith("ok") for text in admitted[0]["checks"].values())
+    back = [e for e in run.kind("join") if e.t_wall > admitted[0].t_wall and e["replica"] == 1]
+    assert back and len(back[0]["members"]) == 2, "it took part again"
     assert_invariants(run, steps=14)
     assert gone({e.pid for e in run.events if e.who.startswith("w")})

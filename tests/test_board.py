@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +11,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.replicas import free_ports
 
 from everstep.cluster import takeover
 from everstep.cluster.environment import Machines, lighthouse_address, machines, manager_port, placed, slurm_hosts
-from everstep.cluster.lighthouse import Ports, pack_journal, serve, unpack_journal
-from everstep.cluster.up import Child, share_devices, up
+from everstep.cluster.head import Head
+from everstep.cluster.lighthouse import Lighthouse, Ports, pack_journal, serve, unpack_journal
+from everstep.cluster.up import Child, check_can_listen, check_ports_of_replicas, share_devices, up
 from everstep.config.load import from_tree
 from everstep.config.schema import Config
 from everstep.errors import BadInput, ConfigError, InvariantViolated, NotEnoughReplicas, WorkerFailed, typed
@@ -262,7 +266,7 @@ def test_variables_of_torchft_and_torchtitan() -> None:
         manager_port({"TORCHFT_MANAGER_PORT": "70000"})
 
 
-@pytest.mark.parametrize("address", ["", "host", "http://host", "host:0", "host:65535", "http://host:port", ":29510"])
+@pytest.mark.parametrize("address", ["", "host", "http://host", "host:0", "host:65535", "http://host:port", ":29510", "https://host:1", "a b:1"])
 def test_addresses_that_are_none(address: str) -> None:
     with pytest.raises(BadInput, match="is not of the form http://HOST:PORT"):
         Ports.parse(address)
@@ -275,6 +279,44 @@ def test_machines_of_a_replica() -> None:
         machines(8, {"PET_NNODES": "2", "PET_NODE_RANK": "0"})
     with pytest.raises(BadInput, match="PET_NODE_RANK=2 is not below PET_NNODES=2"):
         machines(8, {"PET_NNODES": "2", "PET_NODE_RANK": "2", "MASTER_ADDR": "h"})
+
+
+OVER_TWO = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "MASTER_ADDR": "h"}
+OF_SLURM = {"SLURM_NNODES": "2", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "a,b"}
+
+
+@pytest.mark.parametrize(("given", "says"), [
+    (OVER_TWO | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port number"),
+    (OVER_TWO | {"MASTER_PORT": "-1"}, "MASTER_PORT=-1 is not"),
+    (OVER_TWO | {"PET_NNODES": "1", "PET_NODE_RANK": "1"}, "PET_NODE_RANK=1 is not below PET_NNODES=1"),
+    (OVER_TWO | {"PET_NNODES": "0"}, "PET_NNODES=0 must be 1 or more"),
+    (OVER_TWO | {"PET_NNODES": "1:2"}, "PET_NNODES='1:2' is not a whole number"),
+    (OF_SLURM | {"SLURM_NNODES": "0"}, "SLURM_NNODES=0 must be"),
+    (OF_SLURM | {"SLURM_GPUS_ON_NODE": "-1"}, "SLURM_GPUS_ON_NODE=-1 must be"),
+    *((OF_SLURM | {"SLURM_JOB_NODELIST": nodes}, "is no list of Slurm's") for nodes in ("n[a-b]", "n[1-", "a,,b", "a,", "n[1-2]]")),
+])
+def test_machines_that_make_no_sense(given: dict[str, str], says: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(says)):
+        machines(16, given)
+
+
+@pytest.mark.parametrize("given", [{"NGPU": "0"}, {"NGPU": "-2"}, {"REPLICA_GROUP_ID": "-1"}])
+def test_numbers_that_are_too_small(given: dict[str, str]) -> None:
+    with pytest.raises(BadInput, match=f"{next(iter(given))}={next(iter(given.values()))} must be"):
+        placed(conf(), given)
+
+
+def test_everstep_up_starts_nothing_where_it_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_can_listen(Ports("127.0.0.1", port := free_ports()))
+    with socket.create_server(("127.0.0.1", port + 2)), pytest.raises(BadInput, match=f"port {port + 2} there is refused"):
+        check_can_listen(Ports("127.0.0.1", port))
+    with pytest.raises(BadInput, match="everstep up starts it on this machine"):
+        check_can_listen(Ports("192.0.2.1", port))  # of the documentation's network, nobody's
+    with socket.create_server(("", port + 1)), pytest.raises(BadInput, match=rf"local.port={port + 1} is in use"):
+        check_ports_of_replicas(conf(layout={"replicas": 2}, local={"port": port}))
+    monkeypatch.setenv("TORCHFT_MANAGER_PORT", "65535")
+    with pytest.raises(BadInput, match="TORCHFT_MANAGER_PORT=65535 is that of the first of 2 replicas, and there is no port 65536"):
+        check_ports_of_replicas(conf(layout={"replicas": 2}))
 
 
 def test_machines_of_a_replica_in_a_step_of_slurm() -> None:
@@ -322,6 +364,25 @@ def test_a_lighthouse_for_everybody_needs_a_secret(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("EVERSTEP_LIGHTHOUSE_TOKEN", raising=False)
     with pytest.raises(BadInput, match="set EVERSTEP_LIGHTHOUSE_TOKEN to a secret"):
         serve("0.0.0.0", 25000, 1, 100, 1000, 5000, print, None)  # type: ignore[arg-type]
+
+
+def test_what_the_lighthouse_cannot_do_is_told_at_once_and_every_time() -> None:
+    """Whoever asks would else ask until lighthouse.wait_s is over."""
+    lighthouse = Lighthouse(socket.create_server(("127.0.0.1", 0)), "127.0.0.1")
+    config = conf(run_dir="/dev/null/run", replica={"id": 0, "count": 2}).model_dump(mode="json")
+    head = Head(lighthouse.address, "", 20.0, {"replica": 0, "nonce": "a", "config": config, "clean": False, "restarts": 0})
+    began = time.monotonic()
+    for _ in range(2):
+        with pytest.raises((WorkerFailed, BadInput), match="/dev/null/run"):
+            head.register()
+    wrong = Head(lighthouse.address, "another secret", 20.0, {})
+    for _ in range(2):
+        with pytest.raises(BadInput, match="the lighthouse has another secret"):
+            wrong.request("ping")
+    assert time.monotonic() - began < 10.0
+    head.close()
+    wrong.close()
+    lighthouse.close()
 
 
 def test_errors_of_another_process_keep_their_kind() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import gc
 import json
 import os
 import resource
@@ -120,6 +121,7 @@ def in_child(body: Callable[[], object]) -> int:
     pid = os.fork()
     if pid == 0:
         code = 1
+        gc.freeze()  # what the parent's threads use is not collected where they do not run
         try:
             body()
             code = 0

@@ -20,7 +20,7 @@ from everstep.config.explain import explain, unit
 from everstep.config.keys import fields
 from everstep.config.load import COMMAND_LINE, DEFAULT, dump, from_tree, load, load_config, parse_overrides, save
 from everstep.config.schema import Config
-from everstep.engine.source import ModelShape
+from everstep.engine.shape import ModelShape
 from everstep.errors import BadInput, ConfigError
 from everstep.layout import Layout
 

@@ -385,6 +385,7 @@ def test_through_torchrun_who_died_comes_back_with_the_same_bits(schedule, model
     assert len({e.pid for e in run.kind("form")}) == ranks * ((2 if schedule.shape else 3) + 1), "all ranks of the replica were started anew"
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("ray_cluster")
 def test_through_ray_two_deaths_in_one_step_and_down_to_one_replica(model, tmp_path):
     rows = [Row("reduce", 2), Row("salvage", 0)]

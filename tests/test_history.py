@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,6 +158,25 @@ CORRUPTIONS: list[tuple[str, Callable[[Rows], None], set[int]]] = [
 @pytest.mark.parametrize("change, broken", [c[1:] for c in CORRUPTIONS], ids=[c[0] for c in CORRUPTIONS])
 def test_a_corrupted_history_is_found(run, change, broken):
     assert broken <= corrupt(run, change)
+
+
+def test_a_process_that_outlives_the_run_is_found_and_one_that_is_about_to_end_is_waited_for(run):
+    log = run / "events" / "w0.jsonl"
+    held = f"import sys, time; log = open({str(log)!r}, 'a'); print(flush=True); time.sleep(float(sys.argv[1]))"
+    for lives_s, ended_s_ago, broken in ((60, 60, {8}), (1, 0, set())):
+        process = subprocess.Popen([sys.executable, "-c", held, str(lives_s)], stdout=subprocess.PIPE)
+
+        def its_worker(rows: Rows) -> None:
+            for row in rows["w0.jsonl"]:
+                row.update(pid=process.pid, host=socket.gethostname())  # noqa: B023
+            pick(rows, "lead", "run_end").update(t_wall=time.time() - ended_s_ago)  # noqa: B023
+
+        try:
+            assert process.stdout and process.stdout.readline()
+            assert corrupt(run, its_worker) == broken
+        finally:
+            process.kill()
+            process.wait()
 
 
 def test_a_flipped_bit_in_the_newest_checkpoint_and_a_pointer_to_nothing_are_found(run):

@@ -126,18 +126,18 @@ def test_chaos_from_the_command_line_ends_with_the_proof(tmp_path):
 def test_a_rank_behind_a_cut_fences_itself_within_its_deadline_and_one_that_is_only_idle_does_not(tmp_path):
     server, members = serve(tmp_path, heartbeat_s=0.1)
     relay = Relay(server.address)
-    cut, fine = (Control(address, "secret", w, 0.1, fence_s=0.6) for address, w in ((relay.address, "w0"), (server.address, "w1")))
+    cut, fine = (Control(address, "secret", w, 0.1, fence_s=1.2) for address, w in ((relay.address, "w0"), (server.address, "w1")))
     told: list[str] = []
     cut.on_fenced = told.append
     server.open(members)
     assert cut.latest.view.replicas == fine.latest.view.replicas == (0, 1)
-    time.sleep(1.5)
+    time.sleep(2.5)
     assert cut.lost is None and fine.lost is None
     relay.cut()
     start = time.monotonic()
-    with pytest.raises(CoordinatorLost, match=r"nothing was heard from it for 0\.6 s"):
+    with pytest.raises(CoordinatorLost, match=r"nothing was heard from it for 1\.2 s"):
         cut.after(10**6, 10.0, "a record that never comes")
-    assert 0.4 < time.monotonic() - start < 1.5
+    assert 0.8 < time.monotonic() - start < 5.0
     with pytest.raises(CoordinatorLost):
         cut.phase(1, "vote")  # nor does it say anything more
     assert cut.newer_than(10**6), "what polls must stop as well"
@@ -189,7 +189,7 @@ def test_the_end_of_a_process_whose_child_keeps_its_connection_open_is_noticed(t
         watch.add("w0", process.pid)
         killed = time.monotonic()
         process.kill()
-        assert until(lambda: bool(server.dead)) and time.monotonic() - killed < 1.0
+        assert until(lambda: bool(server.dead)) and time.monotonic() - killed < 3.0
         assert server.dead == {"w0": "process ended (pidfd)"}
         watch.add("gone", process.pid)  # it ended before it was watched
         assert until(lambda: process.poll() is not None)

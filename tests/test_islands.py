@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support import launchers
-from tests.support.runs import DEMO, SFT, Finished, gone
+from tests.support.runs import DEMO, ROOT, SFT, Finished, gone
 from transformers import AutoModelForCausalLM
 
 from everstep.checkpoint import manifest
@@ -413,9 +413,13 @@ def test_a_round_sends_what_one_synchronous_step_sends_and_quantised_a_quarter(l
 
 @pytest.mark.parametrize("launcher", BOTH)
 def test_grpo_islands_make_rollouts_of_their_own_and_one_of_them_dies(launcher, tmp_path):
-    """Each prompt's group is generated, scored and trained on by one replica; after a death its prompts are re-dealt."""
+    """Each prompt's group is generated, scored and trained on by one replica; after a death its prompts are re-dealt.
+
+    A user's reward has processes of its own on each island, the same ones in every inner step."""
+    (scorers := tmp_path / "scorers").mkdir()
     run = trained(tmp_path, "semisync.method=diloco", "semisync.sync_every=2", "warmup.steps=4", "rl.iterations=6", "rl.prompts_per_step=6",
                   "rl.samples_per_prompt=4", "train.micro_batch_size=8", "warmup.samples_per_step=24", "layout.spares=0", "layout.replicas=3", "rl.kl_coef=0.01",
+                  "reward.function=tests.support.noted_reward:noted", f"reward.args={{folder: {scorers}}}", "reward.workers=1", f"env.PYTHONPATH={ROOT}",
                   "rollout.eval_samples=8", "train.verify_every=1", "checkpoint.at_end=false", fault("compute", 2, step=4), file=DEMO,
                   launcher=launcher)
     assert_sound(run, rounds=5)
@@ -427,3 +431,5 @@ def test_grpo_islands_make_rollouts_of_their_own_and_one_of_them_dies(launcher, 
     assert all(0 <= row["critic/score/mean"] <= 1 and row["response_length/mean"] > 0 and row["actor/kl_loss"] >= 0 for row in rows[2:])
     samples = [s for c in run.kind("commit")[2:] for s in c["samples"]]
     assert len(samples) == 6 * 6 * 4 == len(set(samples))
+    noted = {int(scorer.name) for scorer in scorers.iterdir()}
+    assert 3 <= len(noted) <= 4 and gone(noted), "one on each island; and the evaluation's"

@@ -215,9 +215,9 @@ def training(folder: Path, launcher: str) -> Iterator[tuple[subprocess.Popen[str
         start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 180
         while not (folder / "run" / "checkpoints" / "step-000005" / "manifest.json").exists():
-            assert time.monotonic() < deadline, "no checkpoint after 90 s"
+            assert time.monotonic() < deadline, "no checkpoint after 180 s"
             assert process.poll() is None, f"it ended with {process.returncode}: {process.communicate()[1]}"
             time.sleep(0.05)
         yield process, token

@@ -255,13 +255,80 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with Replicas(local(tmp_path, 2), tmp_path) as replicas:
         replicas.start(0, 1)
         replicas.wait_for_commit(1)
-        other = Replicas.__new__(Replicas)
-        other.__dict__.update(replicas.__dict__, config=replicas.config.model_copy(update={"seed": 5}), folder=tmp_path / "other",
-                              _threads={}, ranks={}, codes={})
+        other = again(replicas, tmp_path / "other")
+        other.config = replicas.config.model_copy(update={"seed": 5})
         other.start(1)
         other.join(60)
         assert other.codes == {1: 2} and "differs in seed" in other.logs()
         replicas.finished()
+
+
+def again(replicas: Replicas, folder: Path) -> Replicas:
+    """Another set of processes, of the same run and under the same lighthouse."""
+    other = Replicas.__new__(Replicas)
+    other.__dict__.update(replicas.__dict__, folder=folder, _threads={}, ranks={}, codes={})
+    return other
+
+
+def test_nobody_takes_the_place_of_a_living_replica_while_the_lighthouse_is_away(tmp_path: Path, calm) -> None:
+    """A second process of the same number is at the new lighthouse before the first one is."""
+    with Replicas(local(tmp_path, 2, "sft.steps=24"), tmp_path) as replicas:
+        replicas.start(0, 1)
+        replicas.wait_for_commit(4)
+        replicas.kill_lighthouse()
+        replicas.kill(1, number=signal.SIGSTOP)
+        second = again(replicas, tmp_path / "second")
+        second.start(1)
+        replicas.start_lighthouse()
+        replicas.wait_for(lambda events: "replica 1 asks to take part" in (tmp_path / "lighthouse.log").read_text())
+        replicas.kill(1, number=signal.SIGCONT)
+        run = replicas.finished()
+        second.join(60)
+    check(run, calm(SFT, "sft.steps=24"), 2)
+    assert not run.kind("death") and {e["build"] for e in run.kind("form")} == {0}
+    assert second.codes == {1: 0} and "RunEnded" in second.logs(), "it waited for the first one's end"
+
+
+@pytest.mark.full
+def test_a_second_process_of_a_living_replica_is_refused(tmp_path: Path, calm) -> None:
+    with Replicas(local(tmp_path, 2, "sft.steps=100", "recovery.silence_s=2"), tmp_path) as replicas:
+        replicas.start(0, 1)
+        replicas.wait_for_commit(4)
+        second = again(replicas, tmp_path / "second")
+        second.start(1)
+        second.join(60)
+        run = replicas.finished()
+    check(run, calm(SFT, "sft.steps=100"), 2)
+    assert second.codes == {1: 2} and "replica.id=1 takes part already" in second.logs() and not run.kind("death")
+
+
+@pytest.mark.full
+def test_who_slept_while_the_run_was_begun_anew_is_not_let_in(tmp_path: Path, calm) -> None:
+    """Both replicas are frozen and the lighthouse is gone; the run is started again in the same folder; then the old ones wake up."""
+    conf = local(tmp_path, 2, "sft.steps=100", "recovery.silence_s=2")
+    with Replicas(conf, tmp_path / "old") as old:
+        old.start(0, 1)
+        old.wait_for_commit(4)
+        old.kill_lighthouse()
+        for replica in range(2):
+            old.kill(replica, number=signal.SIGSTOP)
+        new = again(old, tmp_path / "new")
+        new.clean = True
+        old.start_lighthouse()
+        new.start(0, 1)
+        try:
+            old.wait_for(lambda events: (tmp_path / "old" / "lighthouse.log").read_text().count("serving the run") == 2)
+            new.wait_for_commit(4)
+            for replica in range(2):
+                old.kill(replica, number=signal.SIGCONT)
+            old.join()
+            new.lighthouse = old.lighthouse
+            run = new.finished()
+        finally:
+            new.end()
+    check(run, calm(SFT, "sft.steps=100"), 2)
+    assert not run.kind("death") and {e["build"] for e in run.kind("form")} == {0}
+    assert "was begun anew while this replica was away" in old.logs() and not set(old.codes.values()) & {0, 4}, old.codes
 
 
 @pytest.mark.full

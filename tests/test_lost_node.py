@@ -130,7 +130,7 @@ def test_a_spare_on_another_node_has_the_copy_of_the_only_replica(tmp_path, clus
     done = Finished(tmp_path / "run", events(tmp_path))
     assert_invariants(done, steps=20)
     hosts = {e.who: e.host for e in done.kind("process_start")}
-    assert hosts["w0"] != hosts["w1"] == NODE
+    assert NODE in (hosts["w0"], hosts["w1"]) and hosts["w0"] != hosts["w1"], "either may hold the replica"
     assert [r.step for r in done.kind("rollback")] == [9] and "the copy in memory" in done.kind("rollback")[0]["cause"]
     (load,) = done.kind("load")
     (mine,) = {Path(e["path"]).parent.name for e in done.kind("load")}

@@ -23,6 +23,7 @@ from tests.test_recovery import serve, until
 
 from everstep.cluster import agents as agents_module
 from everstep.cluster.agents import Agents, Keeper, agent_spec
+from everstep.cluster.processes import pid_runs
 from everstep.config.load import load_config
 from everstep.node import page
 from everstep.node.agent import AgentSpec, NodeWatch, round_cost_s
@@ -372,21 +373,25 @@ def test_each_way_of_being_stuck_is_told_with_culprit_and_in_time(ranks: Ranks, 
         assert "in sum #1 of 0b0+1b0" in found["w2"]["why"] and "its main thread has been in compute of step 7" in found["w3"]["why"]
         assert all((fields["replica"], fields["step"]) == (int(worker[1:]), 7) for worker, fields in found.items())
         assert len(told.of("stuck")) == 4, "each is told once"
-        assert told.when("w0") - begun < 0.8 and told.when("w1") - begun < after_s + 0.8, "time to detect"
+        assert told.when("w0") - begun < 2.0 and told.when("w1") - begun < after_s + 2.0, "time to detect"
         (end,) = told.of("rank_end")
         assert end["worker"] == "w4" and end["says"].startswith("in compute of step 7") and "micro-batch 2 of 4" in end["says"]
-        assert told.when("w4") - begun < 0.5
+        assert told.when("w4") - begun < 2.0
         dead = watch.examine("w4", pids["kill"], False)
         assert dead["page"]["phase"] == "compute" and dead["stuck"] is None
         asked = watch.examine("w0", pids["stop"], True)
         assert asked["stuck"]["what"] == "process" and "stopped" in asked["stuck"]["why"] and asked["kernel"]["State"].startswith("T")
         assert not asked["stacks"] or "sleep" in asked["stacks"] or "<module>" in asked["stacks"]
+        watch.add("w5", pids["idle"])  # a run that was begun anew gives names again
+        os.kill(pids["busy"], signal.SIGKILL)
+        assert until(lambda: not pid_runs(pids["busy"]), 5.0)
         os.kill(pids["stop"], signal.SIGCONT)
         time.sleep(0.1)
         watch.round()
         os.kill(pids["stop"], signal.SIGSTOP)
         of_it = lambda: [f["sure"] for f in told.of("stuck") if f["worker"] == "w0"]
         assert until(lambda: (watch.round(), of_it().count(True) == 2)[1], 3.0), "it was well in between"
+        assert [fields["worker"] for fields in told.of("rank_end")] == ["w4"], "another process has the name of w5 now"
     finally:
         watch.close()
 
@@ -609,7 +614,7 @@ def test_an_agent_goes_on_without_a_coordinator_and_tells_the_next_one(ranks: Ra
         os.kill(pids[1], signal.SIGKILL)
         killed = time.time()
         assert until(lambda: [e["worker"] for e in own("rank_end")] == ["w0", "w1"], 5.0)
-        assert own("rank_end")[-1].t_wall - killed < 1.0 and "in compute of step 7" in own("rank_end")[-1]["says"]
+        assert own("rank_end")[-1].t_wall - killed < 3.0 and "in compute of step 7" in own("rank_end")[-1]["says"]
         assert ended == ["w0"]
         (tmp_path / "next").mkdir()
         later, _ = serve(tmp_path / "next")

@@ -32,9 +32,12 @@ from everstep import cli
 from everstep.config import derive
 from everstep.config.load import from_tree, load
 from everstep.config.schema import Config
-from everstep.engine.source import ExpertShape, ModelShape, describe
+from everstep.engine.shape import ExpertShape, ModelShape
+from everstep.engine.source import describe
 from everstep.layout import Layout
-from everstep.plan import expert_parameters, make_plan, print_plan, size_rows, stage_parameters
+from everstep.plan import make_plan
+from everstep.plan.memory import expert_parameters, stage_parameters
+from everstep.plan.terminal import print_plan, size_rows
 
 ROOT = Path(__file__).parent.parent
 MODEL = str(ROOT / "examples" / "models" / "tiny-qwen3")
@@ -308,7 +311,7 @@ def test_experts_are_shared_out(layout: Layout) -> None:
     ],
 )
 def test_deaths_survivable(changes: dict[str, Any], at_once: int, sentence: str) -> None:
-    from everstep.plan import recovery_lines
+    from everstep.plan.terminal import recovery_lines
 
     plan = make_plan(planned(**changes), {})
     assert plan.deaths_at_once == at_once
@@ -324,7 +327,7 @@ def test_deaths_survivable(changes: dict[str, Any], at_once: int, sentence: str)
     ],
 )
 def test_the_plan_says_what_survivors_will_do(recovery: dict[str, Any], sentence: str) -> None:
-    from everstep.plan import recovery_lines
+    from everstep.plan.terminal import recovery_lines
 
     lines = recovery_lines(make_plan(planned(layout={"replicas": 3}, recovery=recovery), {}))
     assert any(sentence in line for line in lines), lines
@@ -393,7 +396,7 @@ def test_the_plan_says_how_samples_are_packed() -> None:
 def test_the_plan_says_which_layers_a_stage_holds() -> None:
     from dataclasses import replace
 
-    from everstep.plan import stage_lines
+    from everstep.plan.terminal import stage_lines
 
     plan = make_plan(planned(layout={"pp": 2}), {})
     assert stage_lines(plan) == ["layers: pp 0: 0; pp 1: 1"]

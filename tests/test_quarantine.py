@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from tests.support.replicas import Replicas
 from tests.support.runs import SFT, config, finish
 
 from everstep.cluster import worker as worker_module
@@ -96,6 +97,17 @@ def test_bad_data_is_told_from_a_fault_and_skipped_or_the_run_stops(then, exact,
     assert (again["verdict"], found["verdict"], found.step) == ("again", "data", STEP)
     assert found["slots"] == [SLOT] and len(found["samples"]) == 4 and found["ranks"] == ["1/0"]  # dealt to 0 the first time
     assert again["ranks"] == ["0/0"] and set(again["slots"]) == ({SLOT} if exact == "true" else {0, 2, 4, 6})
+
+
+@pytest.mark.full
+def test_without_ray_bad_data_stops_the_run_too(tmp_path: Path):
+    conf = config(SFT, tmp_path / "run", "launcher=local", "layout.replicas=2", "layout.spares=0", "sft.steps=6", "train.micro_batch_size=4",
+                  "sft.samples_per_step=32", "checkpoint.at_end=false", "faults=[]", "recovery.non_finite=stop")
+    with Replicas(conf, tmp_path, prepare=not_a_number) as replicas:
+        replicas.start(0, 1)
+        replicas.join()
+        assert set(replicas.codes.values()) == {3} and f"slots [{SLOT}]" in replicas.logs() and len(list(tmp_path.glob("exits-*"))) == 2
+        assert [e.step for e in replicas.events() if e.event == "commit"] == list(range(1, STEP))
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import threading
@@ -247,6 +248,7 @@ def test_no_process_is_left(module: str, tmp_path: Path) -> None:
 def test_the_processes_end_with_their_parent(module: str, tmp_path: Path) -> None:
     read, write = os.pipe()
     if (child := os.fork()) == 0:
+        gc.freeze()  # what the parent's threads use is not collected where they do not run
         try:
             score = scorer(tmp_path, f"reward.function={module}:slow", "reward.workers=1", "reward.timeout_s=1000")
             pid = int(score(batch(["0"])).values[0])

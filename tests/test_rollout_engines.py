@@ -21,7 +21,8 @@ from everstep.cluster.forked import ForkedHost
 from everstep.config.check import check_plan
 from everstep.config.load import load_config
 from everstep.errors import ConfigError, NotEnoughReplicas, WorkerFailed
-from everstep.plan import make_plan, size_rows
+from everstep.plan import make_plan
+from everstep.plan.terminal import size_rows
 from everstep.rl import ahead
 from everstep.rl.record import settings_digest
 from everstep.rl.rollout import Sampling

@@ -20,7 +20,7 @@ def test_a_handle_of_device_memory_travels_as_json(monkeypatch) -> None:
     told = json.loads(json.dumps(sync.plain(SAID)))
     got: dict[str, Any] = {}
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda **arguments: got.update(arguments) or torch.zeros(4, 6, dtype=torch.bfloat16))
-    said = {"name": "w", "shape": [4, 6], "dtype": "bfloat16", "handle": told, "sums": [0, 0]}
+    said = {"name": "w", "shape": [4, 6], "dtype": "bfloat16", "handle": told, "digest": 0}
     assert sync._copied(said, torch.device("cuda", 1)) is not None
     want = dict(zip(sync._ARGUMENTS, SAID, strict=True)) | {"storage_device": 1, "tensor_size": [4, 6], "tensor_stride": [6, 1]}
     assert got == want, "the device has another number here"

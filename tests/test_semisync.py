@@ -23,7 +23,7 @@ from tests.support.runs import SFT, config
 from everstep.config import semisync
 from everstep.config.check import check_plan
 from everstep.config.schema import SemiSyncConfig
-from everstep.engine.source import ModelShape
+from everstep.engine.shape import ModelShape
 from everstep.errors import ConfigError
 from everstep.recovery import link as links
 from everstep.recovery.link import Link
@@ -400,6 +400,7 @@ STREAM = "semisync.method=streaming_diloco"
     ([STREAM, "semisync.fragments=[[model.layers.*],[model.embed_tokens]]"], "model.norm is in no fragment"),
     ([STREAM, "semisync.fragments=[[model.*],[model.norm]]"], "model.norm is matched more than once"),
     ([STREAM, "semisync.fragments=[[model.*],[model.layer.0]]"], "'model.layer.0' matches no trained module"),
+    ([STREAM, "semisync.fragments=[[model.*],[]]"], "semisync.fragments.1 is empty"),
     (["semisync.method=diloco", "recovery.exact=true"], "recovery.exact=true promises"),
     (["semisync.method=diloco", "recovery.mode=wait", "layout.spares=1"], "recovery.mode=wait promises"),
     (["semisync.method=diloco", "semisync.outer_momentum=0"], "outer_nesterov=true needs momentum"),

@@ -102,6 +102,9 @@ SEVERAL = ("launcher=local", "replica.id=0", "layout.replicas=2", "layout.spares
     [
         ((*SEVERAL, "lighthouse.address=foo"), "lighthouse address 'foo' is not of the form"),
         ((*SEVERAL, "lighthouse.address=http://h:65534"), "is not of the form"),
+        ((*SEVERAL, "lighthouse.min_replicas=3"), "lighthouse.min_replicas=3 is more than the 2 replicas"),
+        ((*SEVERAL, "watch.replace_stragglers=true"), "watch.replace_stragglers is obeyed by the controller of launcher=ray"),
+        ((*SEVERAL, "recovery.preemption_file=/tmp/leave"), "recovery.preemption_file is obeyed by the controller"),
         (("launcher=ray", "replica.id=0", "layout.replicas=2"), "replica.id=0 is for launcher=local"),
         (("replica.id=0", "layout.replicas=2"), "launcher=auto would start all 2 of them"),
     ],

@@ -115,6 +115,25 @@ def test_who_dies_too_often_is_given_up(up) -> None:
 
 
 @pytest.mark.full
+def test_a_lighthouse_that_is_frozen_is_replaced(up, calm) -> None:  # noqa: F811
+    run = up("sft.steps=60", "recovery.fence_s=16")
+    run.wait_for_commit(4)
+    run.below("everstep lighthouse")[0].suspend()
+    finished = run.finished()
+    check(finished, calm(SFT, "sft.steps=60"), 2)
+    assert "has not answered for 8 s" in run.err and "lighthouse was started anew" in run.err and not finished.kind("death")
+
+
+@pytest.mark.full
+def test_code_of_the_user_that_fails_everywhere_ends_the_run_at_once(up) -> None:
+    both = ", ".join(f"{{step: 3, phase: compute, kind: error, replica: {replica}}}" for replica in range(2))
+    run = up(f"faults=[{both}]")
+    assert run.finish(120) == 3
+    assert run.err.count("is not started anew") == 2 and "replica 0: " in run.err.splitlines()[-1] and "was started anew" not in run.err
+    assert [e["status"] for e in read_events(run.folder / "events") if e.event == "run_end"] == ["failed"]
+
+
+@pytest.mark.full
 def test_what_cannot_work_is_refused_at_once(up) -> None:
     run = up("layout.tp=3")
     assert run.finish(60) == 2
@@ -168,6 +187,41 @@ def test_a_replica_over_two_machines(tmp_path: Path, calm, by_hand, names: Calla
     run = Finished(tmp_path / "run", read_events(tmp_path / "run" / "events"))
     check(run, calm(SFT, steps, "layout.tp=2", "engine.sequence_parallel=true"), 2)
     assert [e["replica"] for e in run.kind("join")] == [1], "it died, and came back"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("machine", [0, 1], ids=["with-the-store", "without"])
+def test_a_machine_of_a_replica_is_lost_and_comes_back(tmp_path: Path, calm, by_hand, machine: int) -> None:  # noqa: F811
+    """Everything on it is killed; its torchrun, started again, counts its starts from 0, the other machine's from 1."""
+    port, steps = free_ports(), "sft.steps=400"
+    shape = ["layout.tp=2", "engine.sequence_parallel=true"]
+    secret = {"EVERSTEP_LIGHTHOUSE_TOKEN": "a secret of all machines"}
+    by_hand("lighthouse", "--port", str(port), "--min_replicas", "2", **secret)
+
+    def start(replica: int, **env: str) -> subprocess.Popen[str]:
+        return by_hand("train", SFT, *ARGUMENTS, f"run_dir={tmp_path}/run", *shape, steps, "lighthouse.wait_s=240",
+                       TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{port}", REPLICA_GROUP_ID=str(replica), **secret, **env)
+
+    def start_on(machine: int) -> subprocess.Popen[str]:
+        return start(1, MASTER_PORT=str(port + 100), **by_torchruns_names(machine))
+
+    whole, halves = start(0), [start_on(i) for i in range(2)]
+    while committed(tmp_path / "run") < 4:
+        assert all(process.poll() is None for process in (whole, *halves)), [p.communicate() for p in (whole, *halves) if p.poll() is not None]
+        time.sleep(0.1)
+    lost = psutil.Process(halves[machine].pid)
+    for process in [lost, *lost.children(recursive=True)]:
+        process.kill()
+    halves[machine].wait()
+    begun = time.monotonic()
+    halves[machine] = start_on(machine)
+    while not any(e.event == "join" for e in read_events(tmp_path / "run" / "events")):
+        assert time.monotonic() < begun + 200, "they wait for each other"
+        if halves[1 - machine].poll() is not None:  # its torchrun lost the store, and whoever started it starts it again
+            halves[1 - machine] = start_on(1 - machine)
+        time.sleep(0.1)
+    end_well(whole, *halves)
+    check(Finished(tmp_path / "run", read_events(tmp_path / "run" / "events")), calm(SFT, steps, *shape), 2)
 
 
 @pytest.mark.full

@@ -34,7 +34,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.circumstances import circumstances
+from benchmarks.circumstances import ROOT, circumstances, environment
 from benchmarks.rivals import Cost, Log, cost_of, end, kill
 from everstep.telemetry.events import of_kind, read_events
 from everstep.telemetry.recoveries import recoveries
@@ -58,10 +58,8 @@ class Setting:
 
 
 def _start(module: str, arguments: Sequence[str], **env: str) -> subprocess.Popen[bytes]:
-    root = str(Path(__file__).parents[2])
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", module, *arguments], cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]), **env},
+        [sys.executable, "-W", "ignore", "-m", module, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment(**env)
     )
 
 

@@ -110,12 +110,12 @@ def lighthouse(
     bind: Annotated[str, typer.Option(help="Address to listen on; torchft's ADDRESS:PORT also.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Of torchft's server; the two after it are ours.")] = 29510,
     min_replicas: Annotated[int, typer.Option("--min-replicas", "--min_replicas", help="That a run waits for to begin.")] = 1,
-    quorum_tick_ms: Annotated[int, typer.Option("--quorum-tick-ms", "--quorum_tick_ms", help="Between looks at the quorum, ms.")] = 100,
+    quorum_tick_ms: Annotated[int, typer.Option("--quorum-tick-ms", "--quorum_tick_ms", min=1, max=86_400_000, help="Between looks at the quorum, ms.")] = 100,
     join_timeout_ms: Annotated[
-        int, typer.Option("--join-timeout-ms", "--join_timeout_ms", help="For stragglers at the start of a run, ms.")
+        int, typer.Option("--join-timeout-ms", "--join_timeout_ms", min=1, max=86_400_000, help="For stragglers at the start of a run, ms.")
     ] = 60_000,
     heartbeat_timeout_ms: Annotated[
-        int, typer.Option("--heartbeat-timeout-ms", "--heartbeat_timeout_ms", help="Until torchft counts one out, ms.")
+        int, typer.Option("--heartbeat-timeout-ms", "--heartbeat_timeout_ms", min=1, max=86_400_000, help="Until torchft counts one out, ms.")
     ] = 5000,
     debug: Debug = False,
 ) -> int:
@@ -171,7 +171,8 @@ def chaos(
 def plan(config: Config_, overrides: Overrides = None, debug: Debug = False) -> None:
     """Check CONFIG; show sizes, ranks, memory. Starts nothing."""
     from everstep.config.load import load
-    from everstep.plan import make_plan, print_plan
+    from everstep.plan import make_plan
+    from everstep.plan.terminal import print_plan
 
     loaded = load(config, overrides or [])
     print_plan(make_plan(loaded.config), loaded, _console())

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import torch
 
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, first_line
 from everstep.telemetry.health import Sign, gpu_signs, host_signs, kernel_log, kernel_signs, load_nvml
 
 State = Literal["ok", "warning", "bad", "skipped"]
@@ -74,7 +74,7 @@ def guarded(name: str, device: str, check: Callable[[], Found]) -> Found:
     try:
         return check()
     except (RuntimeError, OSError, ValueError, EverstepError) as error:
-        return Found(name, device, "bad", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}", {})
+        return Found(name, device, "bad", f"{type(error).__name__}: {first_line(error)}", {})
 
 
 def _lasting(sign: Sign) -> Sign:

@@ -114,3 +114,8 @@ def typed(name: str, message: str) -> EverstepError:
     if isinstance(found, type) and issubclass(found, EverstepError):
         return found(message)
     return WorkerFailed(f"{name}: {message}")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, without a trailing full stop; of one without text its kind. For the sentence of another error."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

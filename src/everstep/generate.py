@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.config.schema import ModelConfig
-from everstep.errors import BadInput
+from everstep.errors import BadInput, first_line
 
 
 def find_model(where: str) -> tuple[str, str]:
@@ -68,7 +68,7 @@ def generate(where: str, prompt: str, max_tokens: int, temperature: float, seed:
         model: Any = AutoModelForCausalLM.from_pretrained(source.dir, config=source.hf_config, dtype="auto")
         model = model.to(device)
     except (OSError, ValueError, RuntimeError) as e:
-        raise BadInput(f"transformers cannot load the {words}: {str(e).splitlines()[0]}") from e
+        raise BadInput(f"transformers cannot load the {words}: {first_line(e)}") from e
 
     if tokenizer.chat_template:
         inputs = tokenizer.apply_chat_template(

@@ -95,12 +95,17 @@ class Replicas:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.lighthouse.kill()
+        self.end()
+        self.lighthouse.join(10)
+
+    def end(self) -> None:
+        """All ranks, whatever they do."""
         self._stopped = True
-        for process in [*self.ranks.values(), self.lighthouse]:
+        for process in self.ranks.values():
             process.kill()
         for thread in self._threads.values():
             thread.join(10)
-        self.lighthouse.join(10)
 
     def start_lighthouse(self, moment: Callable[[], None] | None = None) -> None:
         self.lighthouse = context().Process(

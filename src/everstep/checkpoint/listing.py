@@ -68,7 +68,7 @@ def rows(checkpoints: Path, verify: bool) -> list[Row]:
 
 
 def table(found: list[Row], verified: bool) -> Table:
-    from everstep.plan import size_text
+    from everstep.plan.terminal import size_text
 
     shown = Table("checkpoint", "made", "size", "saved with", "verified" if verified else "complete")
     for row in found:

@@ -34,9 +34,9 @@ from everstep.cluster.rollback import Rollback
 from everstep.cluster.rollouts import Rollouts
 from everstep.cluster.run_store import serve_store
 from everstep.cluster.slots import sample_ids
-from everstep.cluster.target import LaunchedTarget, judge, judge_every_s, partition_victims
+from everstep.cluster.target import LaunchedTarget, coordinator_of, judge, judge_every_s, partition_victims
 from everstep.cluster.verbs import Arguments, Slots, Verbs
-from everstep.cluster.watch import Watch, reruns_of
+from everstep.cluster.watch import Watch
 from everstep.config import derive
 from everstep.config.schema import Config, Fault
 from everstep.engine.loss import LossSpec
@@ -52,7 +52,7 @@ from everstep.errors import (
 )
 from everstep.recovery import rendezvous
 from everstep.recovery.commitlog import CommitLog
-from everstep.recovery.coordinator import Coordinator, Mode, State
+from everstep.recovery.coordinator import Coordinator, State
 from everstep.recovery.desk import Listener
 from everstep.recovery.faults import FaultInjector
 from everstep.recovery.proxy import Relay
@@ -114,12 +114,7 @@ class Controller(InOnePlace, Verbs):
         config, recovery = self.config, self.config.recovery
         host = self._host.address
         log = CommitLog(self._run_dir.path / "commits.log", attach)
-        # Without recovery the first death leaves fewer replicas than the run needs.
-        coordinator = Coordinator(
-            log.incarnation, 0, recovery.min_replicas if recovery.enabled else self.layout.replicas, Mode(recovery.mode),
-            recovery.standby_links_up_to if recovery.enabled else 0, recovery.quarantine_after, recovery.non_finite == "stop",
-            rotates=config.semisync.method == "none", reruns=reruns_of(config),
-        )
+        coordinator = coordinator_of(config, log.incarnation)
         token = self._token = secrets.token_hex(16)
         listener = Listener(
             self._place_of, self._phase_entered, self._worker_died, self._recorded, self._answered,
@@ -493,7 +488,7 @@ class Controller(InOnePlace, Verbs):
     def _struck(self, worker: str) -> bool:
         return self._injector is not None and self._injector.struck(worker)
 
-    def _worker_died(self, worker: str, cause: str) -> None:
+    def _worker_died(self, worker: str, cause: str, ended: bool) -> None:
         if not self._closed:
             self._watch.died(worker, cause)
         if self._rollouts and self._is_engine(worker):

@@ -91,17 +91,17 @@ def worker_environment(config: Config) -> dict[str, str]:
 
 
 def placed(config: Config, environ: Mapping[str, str] | None = None) -> Config:
-    """The configuration with what torchft's and torchtitan's variables add to it (launcher local): REPLICA_GROUP_ID is replica.id, NGPU
-    the ranks of a replica, which layout.dp makes up for. ConfigError if they contradict it."""
+    """The configuration with what torchft's and torchtitan's variables add to it (launcher local): REPLICA_GROUP_ID is replica.id, if
+    that is not given, NGPU the ranks of a replica, which layout.dp makes up for. BadInput if they make no sense or contradict it."""
     given = os.environ if environ is None else environ
     if detect_launcher(config, given) != "local":
         return config
     changes: dict[str, dict[str, int]] = {}
     if (group := given.get("REPLICA_GROUP_ID")) and config.replica.id is None:
-        changes["replica"] = {"id": _integer("REPLICA_GROUP_ID", group)}
+        changes["replica"] = {"id": _integer("REPLICA_GROUP_ID", group, least=0)}
     if gpus := given.get("NGPU"):
         sizes = config.layout
-        others, ranks = sizes.tp * sizes.cp * sizes.pp, _integer("NGPU", gpus)
+        others, ranks = sizes.tp * sizes.cp * sizes.pp, _integer("NGPU", gpus, least=1)
         if ranks != others * sizes.dp:
             if sizes.dp > 1 or ranks % others:
                 raise ConfigError(
@@ -132,18 +132,19 @@ def machines(ranks: int, environ: Mapping[str, str] | None = None) -> Machines:
     """
     given = os.environ if environ is None else environ
     if "PET_NNODES" in given:
-        count, index = _integer("PET_NNODES", given["PET_NNODES"]), _integer("PET_NODE_RANK", given.get("PET_NODE_RANK", "0"))
+        count = _integer("PET_NNODES", given["PET_NNODES"], least=1)
+        index = _integer("PET_NODE_RANK", given.get("PET_NODE_RANK", "0"), least=0)
+        if index >= count:
+            raise BadInput(f"PET_NODE_RANK={index} is not below PET_NNODES={count}")
         if count == 1:
             return Machines()
-        if not 0 <= index < count:
-            raise BadInput(f"PET_NODE_RANK={index} is not below PET_NNODES={count}")
         if not given.get("MASTER_ADDR"):
             raise BadInput(f"PET_NNODES={count}: a replica over several machines needs MASTER_ADDR, the address of the one with PET_NODE_RANK=0")
-        return Machines(count, index, given["MASTER_ADDR"], _integer("MASTER_PORT", given.get("MASTER_PORT", "0")))
-    nodes = _integer("SLURM_NNODES", given.get("SLURM_STEP_NUM_NODES") or given.get("SLURM_NNODES") or "1")
+        return Machines(count, index, given["MASTER_ADDR"], _port("MASTER_PORT", given))
+    nodes = _integer("SLURM_NNODES", given.get("SLURM_STEP_NUM_NODES") or given.get("SLURM_NNODES") or "1", least=1)
     if nodes == 1 or "SLURM_NODEID" not in given or ranks == 1:
         return Machines()
-    gpus = _integer("SLURM_GPUS_ON_NODE", given.get("SLURM_GPUS_ON_NODE") or "0")
+    gpus = _integer("SLURM_GPUS_ON_NODE", given.get("SLURM_GPUS_ON_NODE") or "0", least=0)
     count = -(-ranks // gpus) if gpus else nodes
     if count == 1:
         return Machines()
@@ -154,11 +155,13 @@ def machines(ranks: int, environ: Mapping[str, str] | None = None) -> Machines:
             f"a replica of {ranks} ranks needs {count} machines, and Slurm's step has {nodes} (SLURM_GPUS_ON_NODE={gpus}, SLURM_NODEID={node}, "
             f"nodes {', '.join(hosts[:4])}{', ...' * (len(hosts) > 4)}); ask for a multiple of {count}, or say which machines with PET_NNODES"
         )
-    return Machines(count, node % count, hosts[node - node % count], _integer("MASTER_PORT", given.get("MASTER_PORT", "0")))
+    return Machines(count, node % count, hosts[node - node % count], _port("MASTER_PORT", given))
 
 
 def slurm_hosts(nodelist: str) -> list[str]:
-    """``n[03-05,9]-ib,m1`` -> ``n03-ib n04-ib n05-ib n9-ib m1``."""
+    """``n[03-05,9]-ib,m1`` -> ``n03-ib n04-ib n05-ib n9-ib m1``. BadInput."""
+    if not re.fullmatch(r"(?:[^,\[\]]+(?:\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\][^,\[\]]*)?(?:,(?!$)|$))*", nodelist):
+        raise BadInput(f"SLURM_STEP_NODELIST or SLURM_JOB_NODELIST={nodelist!r} is no list of Slurm's like n[03-05,9],m1")
     hosts = []
     for prefix, numbers, suffix in re.findall(r"([^,\[]+)(?:\[([^\]]*)\]([^,]*))?", nodelist):
         for part in numbers.split(",") if numbers else [""]:
@@ -175,11 +178,7 @@ def lighthouse_address(config: Config, environ: Mapping[str, str] | None = None)
 
 def manager_port(environ: Mapping[str, str] | None = None) -> int:
     """Where a replica's torchft manager listens: TORCHFT_MANAGER_PORT; 0, also if it is not set: anywhere. BadInput."""
-    given = os.environ if environ is None else environ
-    port = _integer("TORCHFT_MANAGER_PORT", given.get("TORCHFT_MANAGER_PORT") or "0")
-    if not 0 <= port < 65536:
-        raise BadInput(f"TORCHFT_MANAGER_PORT={port} is not a port number")
-    return port
+    return _port("TORCHFT_MANAGER_PORT", os.environ if environ is None else environ)
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:
@@ -231,8 +230,18 @@ def detect_launcher(config: Config, environ: Mapping[str, str] | None = None) ->
     return config.launcher
 
 
-def _integer(name: str, text: str) -> int:
+def _port(name: str, environ: Mapping[str, str]) -> int:
+    port = _integer(name, environ.get(name) or "0")
+    if not 0 <= port < 65536:
+        raise BadInput(f"{name}={port} is not a port number")
+    return port
+
+
+def _integer(name: str, text: str, least: int | None = None) -> int:
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
         raise BadInput(f"environment variable {name}={text!r} is not a whole number") from None
+    if least is not None and number < least:
+        raise BadInput(f"environment variable {name}={number} must be {least} or more")
+    return number

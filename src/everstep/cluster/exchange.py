@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from everstep.cluster.batch import TrainingBatch
-from everstep.errors import ReplicaBroken
+from everstep.errors import ReplicaBroken, first_line
 
 _DIGEST_BYTES = 32
 _HEADER = struct.Struct("<Q")  # safetensors: the length of its own header
@@ -99,7 +99,7 @@ def _together() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise ReplicaBroken(f"a rank of this replica is gone: {str(error).splitlines()[0]}") from error
+        raise ReplicaBroken(f"a rank of this replica is gone: {first_line(error)}") from error
 
 
 def _tensor(data: bytes) -> torch.Tensor:

@@ -46,8 +46,9 @@ class Head:
         self.has_reference = False
 
     def register(self) -> dict[str, Any]:
-        reply, _ = self.request("register", **self._registration)
-        self._resume = {key: reply[key] for key in ("build", "workers", "attempt", "checkpoint", "step")}
+        while "answer" in (reply := self.request("register", **self._registration)[0]):
+            pass  # it is to come again
+        self._resume = {key: reply[key] for key in ("run", "build", "workers", "attempt", "checkpoint", "step")}
         return reply
 
     def formed(self) -> None:
@@ -101,9 +102,15 @@ class Head:
     def _connected(self) -> socket.socket:
         if self._socket is not None:
             return self._socket
-        sock = socket.create_connection(self._address, timeout=_ANSWER_S)
+        self._socket = socket.create_connection(self._address, timeout=_ANSWER_S)
+        try:
+            return self._introduced(self._socket)
+        except EverstepError:  # refused: whoever asks next is told the same
+            self._drop()
+            raise
+
+    def _introduced(self, sock: socket.socket) -> socket.socket:
         wire.tune(sock)
-        self._socket = sock
         wire.send(sock, {"token": self._token, "head": True})
         welcome = wire.receive(sock)
         if welcome["type"] == "over":

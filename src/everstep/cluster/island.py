@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from everstep.cluster.group import Role
     from everstep.cluster.worker import Slots, Worker
     from everstep.config.schema import Config
-    from everstep.engine.source import ModelShape
+    from everstep.engine.shape import ModelShape
 
 
 class Island(Versioned):

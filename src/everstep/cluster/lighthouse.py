@@ -19,6 +19,8 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
+import re
+import secrets
 import socket
 import threading
 import time
@@ -31,7 +33,7 @@ from everstep import attempt
 from everstep.checkpoint.choose import Chosen
 from everstep.checkpoint.storage import local_folder
 from everstep.cluster.processes import signal_pid
-from everstep.cluster.served_run import ServedRun, Start, differing_keys, digest_of
+from everstep.cluster.served_run import ANSWER_WITHIN_S, ServedRun, Start, differing_keys, digest_of
 from everstep.config.schema import Config
 from everstep.errors import BadInput, EverstepError, Fenced, NotEnoughReplicas, WorkerFailed
 from everstep.recovery import commitlog, wire
@@ -68,8 +70,8 @@ class Ports:
     @staticmethod
     def parse(address: str) -> Ports:
         """From ``http://host:port`` (the scheme may be left out). BadInput."""
-        host, colon, port = address.removeprefix("http://").rstrip("/").rpartition(":")
-        if not colon or not host or not port.isdecimal() or not 0 < int(port) < _PORTS - 2:
+        host, _, port = address.removeprefix("http://").rstrip("/").rpartition(":")
+        if not re.fullmatch(r"[\w.-]+", host) or not port.isdecimal() or not 0 < int(port) < _PORTS - 2:
             raise BadInput(f"lighthouse address {address!r} is not of the form http://HOST:PORT (TORCHFT_LIGHTHOUSE, lighthouse.address)")
         return Ports(host, int(port))
 
@@ -90,6 +92,7 @@ class Lighthouse:
         )
         self.address = (host, int(listener.getsockname()[1]))
         self.run: ServedRun | None = None
+        self._asked: dict[str, float] = {}  # lives that wait to take part, and since when
         self._wardens: list[tuple[int, str, socket.socket]] = []  # replica, host; a replica may have several on a host
         self._turn = threading.Condition(threading.RLock())
         self._closed = False
@@ -150,8 +153,9 @@ class Lighthouse:
         with self._turn:  # after a restart ranks may be here before their head has said which run they are of
             self._turn.wait_for(lambda: self.run is not None and not self.run.ended, _HELLO_S)
             run = self.run
-        if run is None or run.ended:
-            if run is not None and (error := run.over):
+        if run is None or run.ended or hello["run"] != run.name:
+            error = None if run is None else run.over if hello["run"] == run.name else _begun_anew(run.run_dir.path)
+            if error is not None:
                 wire.send(sock, {"type": "over", "error": type(error).__name__, "message": str(error)})
             sock.close()
             return
@@ -202,6 +206,8 @@ class Lighthouse:
                         reply, answer = session.handle(request, payload)
                 except EverstepError as error:
                     reply = {"error": type(error).__name__, "message": str(error)}
+                except Exception as error:  # else whoever asked would ask again until lighthouse.wait_s is over
+                    reply = {"error": "WorkerFailed", "message": f"the lighthouse could not answer {request['type']}: {type(error).__name__}: {error}"}
                 wire.send_with(sock, reply, answer)
         finally:
             sock.close()
@@ -210,23 +216,33 @@ class Lighthouse:
 
     # -- runs ---------------------------------------------------------------------------------------------------------------
 
-    def _register(self, request: dict[str, Any]) -> tuple[_HeadSession, dict[str, Any]]:
+    def _register(self, request: dict[str, Any]) -> tuple[_HeadSession | None, dict[str, Any]]:
+        """Whoever must wait longer than one answer may take is told to come again."""
         try:
             config = Config.model_validate(request["config"])
         except ValueError as error:
             raise BadInput(f"the lighthouse does not understand this replica's configuration ({error}); use one version of everstep") from error
         replica, nonce, resume = int(request["replica"]), str(request["nonce"]), request.get("resume")
-        run = self._run_for(config, bool(request["clean"]), int(request["restarts"]), resume)
-        reply = run.register(replica, nonce, resume)
+        since = self._asked.get(nonce, time.monotonic())
+        run = self._run_for(config, bool(request["clean"]), int(request["restarts"]), resume, since)
+        reply = run.register(replica, nonce, resume, since) if run else None
+        if run is None or reply is None:
+            if nonce not in self._asked:
+                self._asked[nonce] = since
+                self._say(f"replica {replica} asks to take part; whether its former life has ended is not known yet")
+            return None, {"answer": "wait"}
+        self._asked.pop(nonce, None)
         session = _HeadSession(run, replica, nonce, Member(replica, reply["build"], tuple(reply["workers"])))
         return session, reply
 
-    def _run_for(self, config: Config, clean: bool, restarts: int, resume: dict[str, Any] | None) -> ServedRun:
+    def _run_for(self, config: Config, clean: bool, restarts: int, resume: dict[str, Any] | None, since: float) -> ServedRun | None:
+        """None: maybe members of the run live that have not come back yet."""
         folder = local_folder(config.run_dir)
         with self._turn:
             if resume is None and not self._serves() and self._may_have_survivors(folder, restarts):
                 limit = config.recovery.silence_s if restarts else min(_SURVIVORS_S, config.recovery.silence_s)
-                self._turn.wait_for(self._serves, limit)
+                if not self._turn.wait_for(self._serves, min(limit, ANSWER_WITHIN_S)) and time.monotonic() < since + limit:
+                    return None
             run = self.run
             if run is not None and not run.ended:
                 if run.digest != digest_of(config):
@@ -234,6 +250,8 @@ class Lighthouse:
                         f"the lighthouse serves another run, in {run.run_dir.path}: this replica's configuration differs in "
                         f"{', '.join(differing_keys(run.config, config)[:5])}; start all replicas with one configuration, or another lighthouse"
                     )
+                if resume and resume["run"] != run.name:
+                    raise _begun_anew(run.run_dir.path)
                 return run
             if run is not None and (restarts or resume) and run.run_dir.path == folder and (error := run.over):
                 raise error
@@ -246,13 +264,16 @@ class Lighthouse:
             return run
 
     def _begin(self, config: Config, clean: bool, folder: Path, resume: dict[str, Any] | None) -> ServedRun:
-        go_on = False
+        go_on, name = False, secrets.token_hex(8)
         if resume is not None:
-            if resume["began"] and not commitlog.is_open(folder / "commits.log"):
+            name = str(resume["run"])
+            go_on = commitlog.is_open(folder / "commits.log")
+            if go_on and commitlog.past(folder / "commits.log").run != name:
+                raise _begun_anew(folder)
+            if resume["began"] and not go_on:
                 raise Fenced(
                     f"{folder}/commits.log knows of no run that goes on; is the lighthouse on a machine that sees run_dir={config.run_dir}?"
                 )
-            go_on = commitlog.is_open(folder / "commits.log")
             run_dir = RunDir(folder, int(resume["attempt"]))
             chosen = Chosen(config.resume, Path(resume["checkpoint"]) if resume["checkpoint"] else None, int(resume["step"]))
         else:
@@ -260,7 +281,7 @@ class Lighthouse:
         expected = None if self._quorum and resume is None else frozenset(range(config.layout.replicas))
         self._say(f"{'going on with' if resume else 'serving'} the run in {run_dir.path}")
         return ServedRun(
-            config, run_dir, chosen, self._token, self.address, self._store_port, self._min_replicas, Start(expected), go_on, self.signal,
+            name, config, run_dir, chosen, self._token, self.address, self._store_port, self._min_replicas, Start(expected), go_on, self.signal,
             self._offer, self._say,
         )
 
@@ -272,6 +293,10 @@ class Lighthouse:
         if self.run is not None and self.run.run_dir.path == folder:
             return False
         return bool(restarts) or commitlog.is_open(folder / "commits.log")
+
+
+def _begun_anew(folder: Path) -> Fenced:
+    return Fenced(f"the run in {folder} was begun anew while this replica was away from it")
 
 
 @dataclass

@@ -44,6 +44,7 @@ from everstep.cluster.formation import Formation
 from everstep.cluster.group import StepResult
 from everstep.cluster.head import Head, Presence
 from everstep.cluster.lighthouse import TOKEN_VARIABLE, Lighthouse, Ports, read_result
+from everstep.cluster.meeting import Meeting, open_store
 from everstep.cluster.processes import die_with_parent
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.slots import ListSlots, sample_ids
@@ -86,12 +87,15 @@ class Entry:
     store: tuple[str, int]
     nonce: str
     token: str
+    run: str  # its name, as the lighthouse has it
     head: Head | None = None
     lighthouse: Lighthouse | None = None
+    meeting: Meeting | None = None
 
 
-def join_world(config: Config) -> environment.RankEnvironment:
-    """Join torchrun's world of this replica. Raises BadInput if the environment or the number of ranks does not fit."""
+def join_world(config: Config) -> tuple[environment.RankEnvironment, Meeting]:
+    """Join torchrun's world of this replica. Raises BadInput if the environment or the number of ranks does not fit, DeadlineExceeded if not
+    all ranks came. Should one of them be started anew, this process ends, until the meeting is closed."""
     env = environment.read_environment()
     if sys.platform == "linux" and EXIT_DIR in os.environ:
         die_with_parent(signal.SIGKILL)  # an agent that is killed can end nobody, and its replica is started anew elsewhere
@@ -111,17 +115,22 @@ def join_world(config: Config) -> environment.RankEnvironment:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=config.recovery.step_timeout_s)
     store, rank, size = next(rendezvous("env://", timeout=timeout))
+    meeting = Meeting(store, lambda: open_store(env.master_addr, env.master_port, config.recovery.step_timeout_s), rank, size)
     # torchrun's store outlives its ranks, and would hand one that is started anew the addresses of the dead.
-    life = dist.PrefixStore(f"everstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    dist.init_process_group(backend, store=life, rank=rank, world_size=size, timeout=timeout)
-    return env
+    life = dist.PrefixStore(f"everstep/{meeting.agree(config.recovery.step_timeout_s)}", store)
+    meeting.watch(lambda cause: end_process(ReplicaBroken(f"{cause}, while it was on its way into the run")))
+    try:
+        dist.init_process_group(backend, store=life, rank=rank, world_size=size, timeout=timeout)
+    except RuntimeError as error:  # torch's: another rank is gone
+        raise ReplicaBroken(f"the ranks of this replica could not connect: {str(error).splitlines()[0]}") from error
+    return env, meeting
 
 
 def enter(config: Config, clean: bool, watching: Watching) -> Entry:
     """Join torchrun's world, and come into the run: begin it, or find out that it goes on. Raises the same on every rank.
 
     ``watching``: of one replica alone, its rank 0 tells it of the run's events."""
-    env = join_world(config)
+    env, meeting = join_world(config)
     head: Head | None = None
     lighthouse: Lighthouse | None = None
     shared: Entry | EverstepError | None = None
@@ -139,7 +148,7 @@ def enter(config: Config, clean: bool, watching: Watching) -> Entry:
     if isinstance(came, EverstepError):
         raise came
     assert isinstance(came, Entry)
-    came.head, came.lighthouse = head, lighthouse
+    came.head, came.lighthouse, came.meeting = head, lighthouse, meeting
     return came
 
 
@@ -175,7 +184,7 @@ def _register(config: Config, clean: bool, env: environment.RankEnvironment, wat
     checkpoint = Path(said["checkpoint"]) if said["checkpoint"] else None
     return Entry(
         RunDir(Path(said["run_dir"]), said["attempt"]), Chosen(config.resume, checkpoint, said["step"]), said["explained"],
-        Member(replica, said["build"], tuple(said["workers"])), said["join"], said["reference"], address, store, nonce, token, head, lighthouse,
+        Member(replica, said["build"], tuple(said["workers"])), said["join"], said["reference"], address, store, nonce, token, said["run"], head, lighthouse,
     )
 
 
@@ -199,6 +208,7 @@ class LocalGroup(Verbs):
         self._control = Control(
             entry.coordinator, entry.token, workers[self._rank], config.recovery.heartbeat_s, fence_s=fence_s,
             grace_s=config.lighthouse.wait_s if self._several else 0.0, grace_key="lighthouse.wait_s",
+            run=entry.run,
         )
         self._control.find = lambda: Announcement(None, entry.coordinator, entry.store, entry.token)
         own_log = entry.run_dir.rank_log(replica * self.layout.ranks_per_replica + self._rank)
@@ -216,7 +226,7 @@ class LocalGroup(Verbs):
         if self._several:
             self._control.on_fenced = lambda cause: None  # a lighthouse that is gone comes back: what is inside the replica goes on
             self._control.on_abandoned = self._end_soon
-            self._worker.on_expelled = lambda: self._end(ReplicaBroken(f"replica {replica} lost a rank, and is started anew"))
+            self._worker.on_expelled = lambda: end_process(ReplicaBroken(f"replica {replica} lost a rank, and is started anew"))
         if self._several and self._head:
             self._presence = Presence(
                 Ports.parse(environment.lighthouse_address(config)), replica, entry.nonce, environment.manager_port(),
@@ -235,6 +245,8 @@ class LocalGroup(Verbs):
             lambda records: records[-1] if records[-1].view.member(replica) == self._member else None,
             self.config.lighthouse.wait_s, f"a view with replica {replica}",
         )
+        if entry.meeting:
+            entry.meeting.close()  # from here on the lighthouse sees it
         self._go_to_bookmark(first)
 
     def _said_by_torchft(self, replicas: frozenset[int]) -> None:
@@ -526,15 +538,16 @@ class LocalGroup(Verbs):
             try:
                 self._control.must_not_be_lost()
             except EverstepError as error:
-                self._end(error)
+                end_process(error)
 
         threading.Thread(target=end, name="end-soon", daemon=True).start()
 
-    def _end(self, error: EverstepError) -> None:
-        """End this process, whatever its main thread does. Whoever started it starts it anew."""
-        if not report_exit(error):
-            print(f"everstep: {error}", file=sys.stderr, flush=True)
-        os._exit(error.exit_code)
+
+def end_process(error: EverstepError) -> None:
+    """Whatever its main thread does. Whoever started it starts it anew."""
+    if not report_exit(error):
+        print(f"everstep: {error}", file=sys.stderr, flush=True)
+    os._exit(error.exit_code)
 
 
 def _travels(error: Exception) -> bool:

@@ -2,12 +2,11 @@
 
 In this order of importance,
 
-    1. a replica lies on as few nodes as it can (its collectives are the frequent ones), ranks of one
-    tensor-parallel
-       group on one node where that is possible at all;
-    2. no two replicas share a node, if that splits none of them further: one node's death then breaks one
-    replica; 3. spares, and then rollout engines, lie on nodes without replicas if there are any, else where most devices are free,
-    spread evenly.
+    1. a replica lies on as few nodes as it can (its collectives are the frequent ones), ranks of one tensor-parallel group
+       on one node where that is possible at all;
+    2. no two replicas share a node, if that splits none of them further: one node's death then breaks one replica;
+    3. spares, and then rollout engines, lie on nodes without replicas if there are any, else where most devices are free,
+       spread evenly.
 
 Replicas are placed one after the other. That is exact if a replica fits on one node or two, or if all nodes
 have the same number of devices and suffice without sharing; else it is a good answer, not always the best.

@@ -14,9 +14,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection
+from typing import Generic, TypeVar
 
 from everstep.errors import DeadlineExceeded
 
+T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.002
 
@@ -54,13 +56,13 @@ def wait_gone(worker: str, pid: int, timeout_s: float) -> None:
         raise DeadlineExceeded(f"worker {worker} (process {pid} on {socket.gethostname()}) did not die within {timeout_s:g} s")
 
 
-class ProcessWatch:
-    """Calls ``on_end(worker)`` once for each watched process of this machine that ends, on a thread of its own."""
+class ProcessWatch(Generic[T]):
+    """Calls ``on_end(name)`` once for each watched process of this machine that ends, on a thread of its own."""
 
-    def __init__(self, on_end: Callable[[str], None]):
+    def __init__(self, on_end: Callable[[T], None]):
         self._on_end = on_end
         self._lock = threading.Lock()
-        self._workers: dict[int, str] = {}  # pidfd -> worker
+        self._names: dict[int, T] = {}  # by pidfd
         self._poll = select.poll()
         self._wake, wakes = socket.socketpair()
         self._wakes = wakes
@@ -69,15 +71,15 @@ class ProcessWatch:
         self._thread = threading.Thread(target=self._loop, name="process-watch", daemon=True)
         self._thread.start()
 
-    def add(self, worker: str, pid: int) -> None:
+    def add(self, name: T, pid: int) -> None:
         """Raises OSError where the kernel has no pidfd (Linux before 5.3)."""
         try:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:
-            self._on_end(worker)
+            self._on_end(name)
             return
         with self._lock:
-            self._workers[fd] = worker
+            self._names[fd] = name
             self._poll.register(fd, select.POLLIN)
         self._wake.send(b"x")
 
@@ -86,9 +88,9 @@ class ProcessWatch:
         self._wake.send(b"x")
         self._thread.join(5.0)
         with self._lock:
-            for fd in self._workers:
+            for fd in self._names:
                 os.close(fd)
-            self._workers.clear()
+            self._names.clear()
         self._wake.close()
         self._wakes.close()
 
@@ -101,11 +103,11 @@ class ProcessWatch:
                     continue
                 with self._lock:
                     self._poll.unregister(fd)
-                    ended.append(self._workers.pop(fd))
+                    ended.append(self._names.pop(fd))
                 os.close(fd)
-            for worker in ended:
+            for name in ended:
                 if not self._closed:
-                    self._on_end(worker)
+                    self._on_end(name)
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -23,8 +23,7 @@ from everstep.cluster import takeover
 from everstep.cluster.agents import EXAMINE_S, Agents
 from everstep.cluster.host import WorkerInfo
 from everstep.cluster.post_mortem import PostMortem
-from everstep.cluster.target import LaunchedTarget, judge, judge_every_s
-from everstep.cluster.watch import reruns_of
+from everstep.cluster.target import LaunchedTarget, coordinator_of, judge, judge_every_s
 from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.errors import (
@@ -38,7 +37,7 @@ from everstep.errors import (
 )
 from everstep.recovery.board import Board, Journal, Place, Result, Who, Work
 from everstep.recovery.commitlog import CommitLog, Past
-from everstep.recovery.coordinator import Coordinator, Mode, State
+from everstep.recovery.coordinator import State
 from everstep.recovery.desk import Listener
 from everstep.recovery.faults import FaultInjector
 from everstep.recovery.server import CoordinatorServer
@@ -73,14 +72,14 @@ class Start:
 
 
 class ServedRun:
-    """``address``: where ranks connect; ``store_port``: of the store for links and heals there, None: the one replica's own is used."""
+    """``name``: tells it from other runs, before and after, in the same folder; ``address``: where ranks connect; ``store_port``: of the store for links and heals there, None: the one replica's own is used."""
 
     def __init__(
-        self, config: Config, run_dir: RunDir, chosen: Chosen, token: str, address: tuple[str, int], store_port: int | None,
+        self, name: str, config: Config, run_dir: RunDir, chosen: Chosen, token: str, address: tuple[str, int], store_port: int | None,
         min_replicas: int, start: Start, go_on: bool, send_signal: Callable[[int, str, int, int], None],
         offer: Callable[[Mapping[str, Any]], None] | None, say: Callable[[str], None],
     ):
-        self.config, self.run_dir, self.chosen, self._store_port, self._say = config, run_dir, chosen, store_port, say
+        self.name, self.config, self.run_dir, self.chosen, self._store_port, self._say = name, config, run_dir, chosen, store_port, say
         self.layout = derive.layout(config)
         self.digest = digest_of(config)
         self._send_signal = send_signal        # replica, host, pid, number
@@ -97,21 +96,17 @@ class ServedRun:
         self._begun: tuple[int, str] = (0, "")  # step in progress, and a digest of its samples
         self._announced: dict[int, tuple[tuple[tuple[str, ...], ...], dict[str, Any]]] = {}  # steps that members say have begun under an earlier lighthouse
         self._held_since: float | None = None
-        self._start, self._opened = start, False
+        self._start, self._opened, self._opened_at = start, False, 0.0
         recovery = config.recovery
-        self._log = CommitLog(run_dir.path / "commits.log", takeover=go_on)
+        self._log = CommitLog(run_dir.path / "commits.log", takeover=go_on, run=name)
         self._past = self._log.past if go_on else None
         written = read_events(run_dir.events) if go_on else []
         self._noted = takeover.noted(written)
         self._members_before: tuple[Member, ...] = ()  # under the lighthouse before
         self._events = EventLog(run_dir.events / "lead.jsonl", "lead", offer)
         everybody = self.layout.replicas
-        minimum = recovery.min_replicas if recovery.enabled and recovery.mode != "wait" else everybody
-        self._minimum = min(max(minimum, min_replicas), everybody)  # to begin
-        coordinator = Coordinator(
-            self._log.incarnation, 0, minimum, Mode(recovery.mode), recovery.standby_links_up_to if recovery.enabled else 0,
-            recovery.quarantine_after, reruns=reruns_of(config),
-        )
+        coordinator = coordinator_of(config, self._log.incarnation)
+        self._minimum = min(max(coordinator.min_replicas, min_replicas), everybody)  # to begin
         self._post_mortem = PostMortem(self._events, lambda info: self.agents.examine(info.host, info.worker_id, info.pid, EXAMINE_S))
         self.agents = Agents(config, run_dir, self._events, lambda worker: self.server.process_ended(worker))
         listener = Listener(
@@ -142,30 +137,30 @@ class ServedRun:
 
     # -- requests of the replicas' heads ------------------------------------------------------------------------------------
 
-    def register(self, replica: int, nonce: str, resume: dict[str, Any] | None) -> dict[str, Any]:
-        """A life of a replica asks to take part. ``resume``: it was a member under an earlier lighthouse."""
+    def register(self, replica: int, nonce: str, resume: dict[str, Any] | None, since: float) -> dict[str, Any] | None:
+        """A life of a replica asks to take part, ``since`` then (monotonic). ``resume``: it is known to an earlier lighthouse, or from before
+        its connection broke. None: not yet, come again."""
         if not 0 <= replica < self.layout.replicas:
             raise BadInput(f"replica.id={replica} is not below the number of replicas, {self.layout.replicas} (replica.count, layout.replicas)")
         with self._turn:
             self.check()
-            known = self._replicas.get(replica)
-            if known is None or known.nonce != nonce:
+            if resume is None and self._finished.get(replica) == "done" and not self._is_known(replica, nonce):
+                raise RunEnded(f"replica {replica} has come to the end of the run in {self.run_dir.path} already")
+            if resume is None and not self._is_known(replica, nonce) and not self._place_is_free(replica, since):
+                return None
+            if not self._is_known(replica, nonce):
                 if resume is not None:
                     self._take_back(replica, nonce, resume)
                 else:
-                    self._await_end_of(replica, known)
-                    build = self._builds.get(replica, -1) + 1
-                    first = replica * self.layout.ranks_per_replica
-                    names = [f"w{first + rank}" + (f"b{build}" if build else "") for rank in range(self.layout.ranks_per_replica)]
-                    self._replicas[replica] = Replica(Member(replica, build, tuple(names)), nonce)
-                    self._know(self._replicas[replica].member)
-                    self._say(f"replica {replica} has registered" + (f", in its life {build}" if build else ""))
-                known = self._replicas[replica]
+                    self._begin_life(replica, nonce)
                 self._finished.pop(replica, None)
-            member = known.member
+            life = self._replicas[replica]
+            if not life.formed and not any(worker in self.server.dead for worker in life.member.workers):
+                life.gone = ""  # it was only its connection that ended
+            member = life.member
             self._turn.notify_all()
             return {
-                "build": member.build, "workers": list(member.workers), "run_dir": str(self.run_dir.path), "attempt": self.run_dir.attempt,
+                "run": self.name, "build": member.build, "workers": list(member.workers), "run_dir": str(self.run_dir.path), "attempt": self.run_dir.attempt,
                 "checkpoint": str(self.chosen.path) if self.chosen.path else "", "step": self.chosen.step,
                 "explained": self.chosen.explain(), "join": self._opened or self._past is not None, "reference": self.board.has_reference,
                 "store_port": self._store_port, "generation": self.board.generation,
@@ -363,7 +358,7 @@ class ServedRun:
         ready = [life.member for _, life in sorted(self._replicas.items()) if life.formed and not life.gone]
         pending = [r for r, life in self._replicas.items() if not life.formed and not life.gone]
         if expected is not None and len(ready) >= self._minimum and not set(pending) & expected:
-            self._opened = True
+            self._opened, self._opened_at = True, now
             self.server.open(ready)
             return
         if not any(not life.gone for life in self._replicas.values()) and self._replicas:
@@ -383,7 +378,7 @@ class ServedRun:
         waited_for = [member for member in past.last.view.members if self._may_come(member) and not there.issuperset(member.workers)]
         if waited_for and now - self._start.since <= self.config.recovery.silence_s:
             return
-        self._opened = True
+        self._opened, self._opened_at = True, now
         self._turn.notify_all()
         told = {worker: takeover.Told.parse(said) for worker, said in list(self.server.told.items()) if worker in there}
         decided = takeover.decide(past, told, self.run_dir.path)
@@ -472,19 +467,41 @@ class ServedRun:
             self._announced[step] = tuple(tuple(slot) for slot in slots), about
         self._let_in(self._replicas[replica])
 
-    def _await_end_of(self, replica: int, life: Replica | None) -> None:
-        """A former life of the replica must have ended before there is a new one (rule 8)."""
-        if life is None or life.gone:
-            return
+    def _is_known(self, replica: int, nonce: str) -> bool:
+        life = self._replicas.get(replica)
+        return life is not None and life.nonce == nonce
+
+    def _place_is_free(self, replica: int, since: float) -> bool:
+        """A former life of the replica must have ended before there is a new one (rule 8). After a restart of the lighthouse that is known
+        once those that lived under the one before had time to come back: before, any second process could take the place of a living one.
+        Waits at most as long as one answer may take. Raises BadInput if the former life goes on."""
         limit = self.config.recovery.silence_s + 2 * self.config.recovery.heartbeat_s
-        if not self._turn.wait_for(lambda: bool(life.gone) or replica in self._finished, limit):
+
+        def free() -> bool:
+            life = self._replicas.get(replica)
+            return (self._opened or self._past is None) and (life is None or bool(life.gone))
+
+        if self._turn.wait_for(lambda: free() or bool(self.failure or self.ended), ANSWER_WITHIN_S):
+            self.check()
+            return True
+        life = self._replicas.get(replica)
+        if life is not None and (self._opened or self._past is None) and time.monotonic() > max(since, self._opened_at) + limit:
             said = self.server.progress.get(life.member.workers[0])
             raise BadInput(
                 f"replica.id={replica} takes part already (process {said.pid if said else '?'} on {said.host if said else '?'}); stop it, or give "
                 "this one another replica.id"
             )
+        return False
 
-    def _died(self, worker: str, cause: str) -> None:
+    def _begin_life(self, replica: int, nonce: str) -> None:
+        build = self._builds.get(replica, -1) + 1
+        first = replica * self.layout.ranks_per_replica
+        names = [f"w{first + rank}" + (f"b{build}" if build else "") for rank in range(self.layout.ranks_per_replica)]
+        self._replicas[replica] = Replica(Member(replica, build, tuple(names)), nonce)
+        self._know(self._replicas[replica].member)
+        self._say(f"replica {replica} has registered" + (f", in its life {build}" if build else ""))
+
+    def _died(self, worker: str, cause: str, ended: bool) -> None:
         replica, _ = self._place_of(worker)
         self.agents.died(worker)
         if (said := self.server.progress.get(worker)) and not self.ended:
@@ -495,7 +512,7 @@ class ServedRun:
             if life and worker in life.member.workers and not life.gone:
                 life.gone = cause
                 # The others end by themselves, when they hear of it: all are started anew (rule 23). One that ends has last words to say.
-                ending = threading.Timer(LAST_WORDS_S if cause.startswith("process ended") else 0.0, self._signal, (worker, signal.SIGKILL))
+                ending = threading.Timer(LAST_WORDS_S if ended else 0.0, self._signal, (worker, signal.SIGKILL))
                 ending.daemon = True
                 ending.start()
                 self._events.emit("expel", replica=replica, rank=self._place_of(worker)[1], worker=worker, cause=cause)

@@ -1,15 +1,27 @@
-"""What fault injection and the progress judge need of a launcher, put together once for both of them."""
+"""What a configuration asks of coordinator, progress judge and fault injection, put together once for both launchers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from everstep.cluster.watch import reruns_of
 from everstep.config.recovery_schema import RecoveryConfig
 from everstep.config.schema import Config
+from everstep.recovery.coordinator import Coordinator, Mode
 from everstep.recovery.progress import Deadlines, Judge
 from everstep.recovery.proxy import Relay
 from everstep.recovery.server import CoordinatorServer
 from everstep.telemetry.events import ENGINES
+
+
+def coordinator_of(config: Config, incarnation: int) -> Coordinator:
+    recovery, everybody = config.recovery, config.layout.replicas
+    # Without recovery the first death leaves fewer replicas than the run needs.
+    return Coordinator(
+        incarnation, 0, recovery.min_replicas if recovery.enabled else everybody, Mode(recovery.mode),
+        recovery.standby_links_up_to if recovery.enabled else 0, recovery.quarantine_after, recovery.non_finite == "stop",
+        rotates=config.semisync.method == "none", reruns=reruns_of(config),
+    )
 
 
 def judge(recovery: RecoveryConfig) -> Judge:

@@ -50,6 +50,7 @@ from everstep.errors import (
 )
 
 EXIT_DIR = "EVERSTEP_EXIT_DIR"  # where workers leave their exit codes
+FINAL = "EVERSTEP_FINAL"  # names a file that is made for `everstep up` if the ranks ended of something that would come again
 _DELAY = "EVERSTEP_RESTART_DELAY_S"  # the agent's: local.restart_delay_s
 _LIGHTHOUSE = "EVERSTEP_LIGHTHOUSE"  # the agent's: where the lighthouse is, if there are several replicas
 DEFAULT_MASTER_PORT = 29500
@@ -106,6 +107,9 @@ def launch(config: Config, program: Sequence[str], say: Callable[[str], None] | 
     else:
         rendezvous = ["--standalone", f"--local_addr={_HOST}"]
     restarts = config.local.max_restarts if several else 0
+    port, restarted = environment.manager_port(), os.environ.get("EVERSTEP_RESTARTS", "0") != "0"
+    if several and port and machines.index == 0 and not restarted:  # of what a former life left there the end is waited for
+        check_port_free(port, "TORCHFT_MANAGER_PORT", host="")
     arguments = [*rendezvous, f"--nproc_per_node={ranks // machines.count}", f"--max_restarts={restarts}", *program]
     token = secrets.token_hex(16)
     with scratch.folder("exit") as exits:
@@ -126,6 +130,8 @@ def launch(config: Config, program: Sequence[str], say: Callable[[str], None] | 
             kill_all(token)
             agent.wait()
         code, message = _cause(exits, agent.returncode, bool(interrupted))
+        if code and (final := os.environ.get(FINAL)) and final_report(exits):
+            Path(final).touch()
     if message:
         say(message)
     return code

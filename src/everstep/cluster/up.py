@@ -7,7 +7,8 @@
       -> everstep train CONFIG launcher=local replica.id=1 ...
 
 Ranks that die are started anew by their replica's torchrun; what dies above them (an agent, the lighthouse) is started anew here, later
-each time. Who dies more often than that is worth is given up, with what it said last.
+each time. Who dies more often than that is worth is given up, with what it said last. A replica that ends of something that would come again
+is left out, and the others go on.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,9 +34,11 @@ from everstep.cluster import environment
 from everstep.cluster.lighthouse import DEFAULT_PORT, TOKEN_VARIABLE, Ports
 from everstep.cluster.orphans import TOKEN, kill_all
 from everstep.cluster.processes import die_with_parent
+from everstep.cluster.torchrun import FINAL, check_port_free
 from everstep.config import derive
 from everstep.config.schema import Config
-from everstep.errors import BadInput, ConfigError, Interrupted, NotEnoughReplicas
+from everstep.errors import BadInput, ConfigError, EverstepError, Interrupted, NotEnoughReplicas
+from everstep.recovery import wire
 
 _POLL_S = 0.1
 _LONGEST_DELAY_S = 60.0
@@ -61,9 +65,15 @@ class Child:
     shown: int = 0              # bytes of the log that were relayed
     _out: IO[bytes] | None = field(default=None, repr=False)
 
+    @property
+    def final(self) -> Path:
+        """Is there if it ended of something that would come again."""
+        return self.log.with_suffix(".final")
+
     def start(self) -> None:
         self._out = self._out or self.log.open("ab")
-        env = os.environ | self.env | {"EVERSTEP_RESTARTS": str(self.deaths)}
+        self.final.unlink(missing_ok=True)
+        env = os.environ | self.env | {"EVERSTEP_RESTARTS": str(self.deaths), FINAL: str(self.final)}
         self.process = subprocess.Popen(self.command, env=env, stdout=self._out, stderr=self._out, stdin=subprocess.DEVNULL,
                                         start_new_session=True, preexec_fn=_END_WITH_US)
         self.started = time.monotonic()
@@ -96,8 +106,8 @@ class Child:
 def up(config: Config, program: Sequence[str], say: Callable[[str], None]) -> int:
     """Run all replicas to their end. ``program``: arguments of ``python`` that train, to which each replica's own overrides are added.
 
-    Returns 0 once every replica is done. Raises BadInput before anything is started; what a replica ended of, if that would come again;
-    NotEnoughReplicas if one died more than ``local.max_restarts`` times; Interrupted.
+    Returns 0 once the run is done. Raises BadInput before anything is started; what a replica ended of, if that would come again and is nothing
+    that others can go on without; NotEnoughReplicas if one died more than ``local.max_restarts`` times; Interrupted.
     """
     if config.replica.id is not None:
         raise ConfigError(f"everstep up starts all replicas: leave replica.id={config.replica.id} out")
@@ -110,6 +120,8 @@ def up(config: Config, program: Sequence[str], say: Callable[[str], None]) -> in
         )
     own = config.lighthouse.address or os.environ.get("TORCHFT_LIGHTHOUSE", "")
     ports = Ports.parse(own) if own else Ports("127.0.0.1", free_ports(DEFAULT_PORT))
+    check_can_listen(ports)
+    check_ports_of_replicas(config)
     launch = secrets.token_hex(16)
     secret = {TOKEN_VARIABLE: os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)}
     with scratch.folder("up") as logs:
@@ -117,18 +129,40 @@ def up(config: Config, program: Sequence[str], say: Callable[[str], None]) -> in
         children = [
             Child(
                 f"replica {replica}",
-                [sys.executable, *program, "launcher=local", f"replica.id={replica}", f"lighthouse.address={ports.url}"],
+                [sys.executable, *program, "launcher=local", f"replica.id={replica}", f"lighthouse.address={ports.url}",
+                 *([f"local.port={config.local.port + replica}"] if config.local.port else [])],
                 secret | {TOKEN: launch} | _of_replica(replica, mine), logs / f"replica-{replica}.log",
             )
             for replica, mine in enumerate(devices)
         ]
         lighthouse = Child("lighthouse", lighthouse_command(config, ports), secret | {TOKEN: launch}, logs / "lighthouse.log")
-        supervisor = _Supervisor(config, lighthouse, children, ports, say)
+        supervisor = _Supervisor(config, lighthouse, children, ports, secret[TOKEN_VARIABLE], say)
         try:
             return supervisor.run()
         finally:
             kill_all(launch)
             supervisor.keep_logs(Path(config.run_dir))
+
+
+def check_can_listen(ports: Ports) -> None:
+    """BadInput if the lighthouse cannot be started there."""
+    for port in range(ports.torchft, ports.torchft + 3):
+        try:
+            socket.create_server((ports.host, port)).close()
+        except OSError as error:
+            raise BadInput(
+                f"the lighthouse cannot be started at {ports.url} (TORCHFT_LIGHTHOUSE, lighthouse.address): port {port} there is refused "
+                f"({error.strerror}); everstep up starts it on this machine, on this port and the two after it"
+            ) from error
+
+
+def check_ports_of_replicas(config: Config) -> None:
+    """Of each its own: they follow the one that is given. BadInput."""
+    for name, first in (("local.port", config.local.port), ("TORCHFT_MANAGER_PORT", environment.manager_port())):
+        for port in range(first, first + config.layout.replicas) if first else ():
+            if port > 65535:
+                raise BadInput(f"{name}={first} is that of the first of {config.layout.replicas} replicas, and there is no port {port}; lower it")
+            check_port_free(port, name, host="")
 
 
 def _of_replica(replica: int, devices: str | None) -> dict[str, str]:
@@ -175,28 +209,34 @@ def free_ports(first: int) -> int:
 
 
 class _Supervisor:
-    def __init__(self, config: Config, lighthouse: Child, replicas: list[Child], ports: Ports, say: Callable[[str], None]):
-        self._config, self._lighthouse, self._replicas, self._ports, self._say = config, lighthouse, replicas, ports, say
+    def __init__(self, config: Config, lighthouse: Child, replicas: list[Child], ports: Ports, token: str, say: Callable[[str], None]):
+        self._config, self._lighthouse, self._replicas, self._ports, self._token, self._say = config, lighthouse, replicas, ports, token, say
         self._received: list[int] = []
+        self._over = threading.Event()
 
     def run(self) -> int:
         old = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._lighthouse.start()
             self._await_lighthouse()
+            threading.Thread(target=self._watch_lighthouse, name="lighthouse-watch", daemon=True).start()
             for child in self._replicas:
                 child.start()
                 self._say(f"{child.name} has started (process {child.process.pid if child.process else 0})")
             while any(child.code is None for child in self._replicas) and not self._received:
                 self._look()
                 time.sleep(_POLL_S)
-            self._end()
         finally:
+            self._over.set()
+            self._end()
             self._relay()
             for number, handler in old.items():
                 signal.signal(number, handler)
         if self._received:
             raise Interrupted(f"interrupted by {signal.Signals(self._received[0]).name}; the processes were stopped; continue with resume=auto")
+        if all(child.code for child in self._replicas):
+            first = self._replicas[0]
+            raise EverstepError(f"{first.name}: {first.last_words()}")
         return 0
 
     def _look(self) -> None:
@@ -209,6 +249,9 @@ class _Supervisor:
             if ended == 0:
                 child.code = 0
                 self._say(f"{child.name} is done")
+            elif ended == 3:
+                child.code = 3
+                self._say(f"{child.name} has ended and is not started anew: {child.last_words()}")
             elif ended in (2, 4, 130):
                 raise _as_error(ended, f"{child.name}: {child.last_words()}")
 
@@ -227,7 +270,7 @@ class _Supervisor:
         status = child.process.poll()
         if status is None:
             return None
-        if child in self._replicas and status in (0, 2, 4, 130):
+        if child in self._replicas and (status in (0, 2, 4, 130) or (status == 3 and child.final.exists())):
             return status
         self._say(f"{child.name} has ended with status {status}: {child.last_words()}")
         if child.deaths >= self._config.local.max_restarts:
@@ -248,6 +291,22 @@ class _Supervisor:
             if time.monotonic() > end:
                 raise NotEnoughReplicas(f"the lighthouse did not answer at {self._ports.url} in {_ANSWER_S:g} s")
             time.sleep(_POLL_S)
+
+    def _watch_lighthouse(self) -> None:
+        """One that is frozen is killed, and another one started, before the ranks would give it up (recovery.fence_s)."""
+        within_s = self._config.recovery.fence_s / 2
+        while not self._over.wait(min(1.0, within_s)):
+            process = self._lighthouse.process
+            try:
+                with socket.create_connection(self._ports.coordinator, timeout=within_s) as sock:
+                    wire.send(sock, {"token": self._token, "head": True})
+                    wire.receive(sock)
+            except TimeoutError:
+                if process is not None and process is self._lighthouse.process:
+                    self._say(f"the lighthouse has not answered for {within_s:g} s (half of recovery.fence_s), and is killed")
+                    process.kill()
+            except (OSError, wire.Closed):
+                pass  # it is on its way, again
 
     def _end(self) -> None:
         """Replicas first: their last words are for the lighthouse."""

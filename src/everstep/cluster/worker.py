@@ -53,6 +53,7 @@ from everstep.errors import (
     ReplicaBroken,
     Superseded,
     WorkerFailed,
+    first_line,
 )
 from everstep.layout import Position
 from everstep.node import page
@@ -94,6 +95,7 @@ class Worker:
         self._critic_source = source.resolve(derive.critic(config).model) if config.recipe == "ppo" else None
         self._tokenizer: Any = None
         self._rollout: TransformersRollout | None = None
+        self._rounds_rollout: tuple[LossSpec | None, Any] | None = None
         self._rollout_weights: tuple[int | None, int] | None = None  # known to every rank: all decide alike whether to gather weights
         self._formation: Formation | None = None
         self._links: Links | None = None
@@ -331,7 +333,7 @@ class Worker:
         except Exception as error:
             formation = self._formation
             if out_of_memory(error):
-                self._end(f"out of memory in {method}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+                self._end(f"out of memory in {method}: {first_line(error)}")
             # RuntimeError and ValueError are what torch.distributed raises when a peer closed its connection.
             if formation and isinstance(error, RuntimeError | ValueError) and len(formation.workers) > 1 and self._wait_broken():
                 self.leave()
@@ -397,8 +399,10 @@ class Worker:
     def train_round(self, round: Round, slots: Slots, loss: LossSpec, rollout: LossSpec | None, called: Epoch | None) -> StepReport:
         """A round of semi-synchronous training. ``rollout``: names what makes the samples (everstep.cluster.island.Rollout)."""
         assert self._transaction is not None
-        made: Any = rollout.build() if rollout else None
-        report = self._transaction.run(RoundWork(self, round, slots, loss.build(), made), called)
+        if self._rounds_rollout is None or self._rounds_rollout[0] != rollout:
+            made: Any = rollout.build() if rollout else None
+            self._rounds_rollout = rollout, made  # kept: it may hold processes
+        report = self._transaction.run(RoundWork(self, round, slots, loss.build(), self._rounds_rollout[1]), called)
         sums, metrics = self.engine.read_sums(without_participants(report.sums))
         return dataclasses.replace(report, sums=sums, metrics=metrics)
 

@@ -14,12 +14,19 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from everstep.cluster.environment import check_user_environment, detect_launcher, inside_torchrun, lighthouse_address
+from everstep.cluster.environment import (
+    check_user_environment,
+    detect_launcher,
+    inside_torchrun,
+    lighthouse_address,
+    manager_port,
+)
 from everstep.config import derive, rollouts, semisync
 from everstep.config.schema import Config, Fault, OptimizerConfig
 from everstep.data.functions import check_arguments, load_function
 from everstep.data.source import REASONING_GYM, is_path
-from everstep.engine.source import ModelShape, describe, resolve
+from everstep.engine.shape import ModelShape
+from everstep.engine.source import describe, resolve
 from everstep.errors import BadInput, ConfigError
 from everstep.layout import Layout
 from everstep.recipes.resize import SCALES
@@ -177,8 +184,12 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
             from everstep.cluster.lighthouse import Ports
 
             Ports.parse(lighthouse_address(config, environ))
+            manager_port(environ)
+            if (least := config.lighthouse.min_replicas or 1) > layout.replicas:
+                raise ConfigError(f"lighthouse.min_replicas={least} is more than the {layout.replicas} replicas of the run (layout.replicas)")
         if config.replica.id is not None and importlib.util.find_spec("torchft") is None:
             raise ConfigError("several replicas under torchrun need torchft, which is not installed: pip install torchft==0.2.0")
+        _refuse_what_needs_a_controller(config, how)
         if config.recovery.controller_grace_s:
             owner = "rank 0 is the controller, and torchrun restarts it" if config.replica.id is None else "for a lighthouse ranks wait lighthouse.wait_s"
             raise ConfigError(
@@ -232,6 +243,21 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
                 f"ranks, {layout.spares} spares, and {engines} of rollout engines), this machine has {present}: lower layout.replicas, "
                 "layout.spares, rollout.engines, rollout.tp, layout.tp, layout.cp, layout.pp or layout.dp, set device=cpu, or give the address of a cluster as ray.address"
             )
+
+
+#: What only launcher=ray obeys: its controller sees every rank's step, and starts processes itself.
+_OF_THE_CONTROLLER = {
+    "recovery": ("preemption_file", "rehearse"),
+    "watch": ("straggler_ratio", "straggler_for_s", "replace_stragglers", "admission", "admission_s"),
+}
+
+
+def _refuse_what_needs_a_controller(config: Config, how: str) -> None:
+    for section, keys in _OF_THE_CONTROLLER.items():
+        given = getattr(config, section)
+        for key in keys:
+            if getattr(given, key) != type(given).model_fields[key].default:
+                raise ConfigError(f"{section}.{key} is obeyed by the controller of launcher=ray, and {how} has none; leave it out, or use launcher=ray")
 
 
 def _check_port(port: int) -> None:

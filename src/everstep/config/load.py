@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from everstep.config.keys import expected, field_type, options, require_known, section_of, takes_text, unknown
 from everstep.config.schema import Config, Section
-from everstep.errors import ConfigError
+from everstep.errors import ConfigError, first_line
 
 # What omegaconf raises for a value it cannot parse or a place it cannot reach.
 _CANNOT_SET = (OmegaConfBaseException, yaml.YAMLError, ValueError, IndexError, TypeError, AttributeError)
@@ -84,7 +84,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
             value = _value(key, raw)
             OmegaConf.update(tree, key, value, merge=False, force_add=True)
         except _CANNOT_SET as e:
-            raise ConfigError(f"{key}={raw} ({COMMAND_LINE}) cannot be set: {_first_line(e)}") from e
+            raise ConfigError(f"{key}={raw} ({COMMAND_LINE}) cannot be set: {first_line(e)}") from e
         for old in [k for k in given if k == key or k.startswith(key + ".")]:
             del given[old]
         given.update(dict.fromkeys(_leaves(key, value), COMMAND_LINE))
@@ -92,7 +92,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
         raw_tree = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as e:
         where = f"{e.full_key}: " if getattr(e, "full_key", None) else ""
-        raise ConfigError(f"{where}{_first_line(e)} (in {path or COMMAND_LINE})") from e
+        raise ConfigError(f"{where}{first_line(e)} (in {path or COMMAND_LINE})") from e
     assert isinstance(raw_tree, dict)
     return Loaded(_validate(_walk(Config, raw_tree, "", origins), origins), tuple(overrides), origins)
 
@@ -185,7 +185,7 @@ def _read(path: Path) -> str:
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise ConfigError(f"there is no configuration file {path}{hint}") from e
     except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"the configuration file {path} cannot be read: {_first_line(e)}") from e
+        raise ConfigError(f"the configuration file {path} cannot be read: {first_line(e)}") from e
 
 
 def _parse(text: str, path: Path) -> Any:
@@ -193,9 +193,9 @@ def _parse(text: str, path: Path) -> Any:
         tree = OmegaConf.create(text)
     except yaml.MarkedYAMLError as e:
         line = f":{e.problem_mark.line + 1}" if e.problem_mark else ""
-        raise ConfigError(f"{path}{line} is not valid YAML: {e.problem or _first_line(e)}") from e
+        raise ConfigError(f"{path}{line} is not valid YAML: {e.problem or first_line(e)}") from e
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as e:
-        raise ConfigError(f"{path} is not a valid configuration: {_first_line(e)}") from e
+        raise ConfigError(f"{path} is not a valid configuration: {first_line(e)}") from e
     if not OmegaConf.is_dict(tree):
         raise ConfigError(f"{path} holds a list; a configuration is a mapping of keys to values")
     return tree
@@ -223,10 +223,6 @@ def _leaves(key: str, value: Any) -> list[str]:
     if isinstance(value, dict) and value:
         return [leaf for name, inner in value.items() for leaf in _leaves(f"{key}.{name}", inner)]
     return [key]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 # ---------------------------------------- validation

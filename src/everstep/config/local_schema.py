@@ -6,13 +6,15 @@ from pydantic import Field
 
 from everstep.config.section import Section
 
+_DAY_MS = 86_400_000
+
 
 class LocalConfig(Section):
     port: int = Field(
         0,
         ge=0,
         le=65535,
-        description="Port of torchrun's rendezvous for `launcher=local`; 0: a free one.",
+        description="Port of torchrun's rendezvous for `launcher=local`; 0: a free one. `everstep up` gives its replicas this one and those after it.",
     )
     max_restarts: int = Field(
         10,
@@ -60,16 +62,19 @@ class LighthouseConfig(Section):
     join_timeout_ms: int = Field(
         10_000,
         ge=1,
+        le=_DAY_MS,
         description="Milliseconds that the start of a run waits for replicas that send heartbeats but have not asked for a quorum "
         "(`everstep up`; torchft's join_timeout_ms). Nobody waits for who comes later.",
     )
     quorum_tick_ms: int = Field(
         100,
         ge=1,
+        le=_DAY_MS,
         description="Milliseconds between looks at the quorum (`everstep up`; torchft's quorum_tick_ms).",
     )
     heartbeat_timeout_ms: int = Field(
         5000,
         ge=1,
+        le=_DAY_MS,
         description="Milliseconds without a heartbeat after which torchft counts a replica out (`everstep up`; torchft's heartbeat_timeout_ms).",
     )

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 from everstep.config import derive
 from everstep.config.schema import Config, SemiSyncConfig
-from everstep.engine.source import ModelShape
+from everstep.engine.shape import ModelShape
 from everstep.errors import ConfigError
 
 
@@ -118,6 +118,8 @@ def fragments(config: Config, shape: ModelShape) -> tuple[tuple[str, ...], ...]:
         return tuple(map(tuple, groups))
     owners: dict[str, list[str]] = {module: [] for module in modules}
     for number, patterns in enumerate(wanted):
+        if not patterns:
+            raise ConfigError(f"semisync.fragments.{number} is empty: a round would synchronise nothing; leave it out")
         for pattern in patterns:
             found = [m for m in modules if fnmatchcase(m, pattern)]
             if not found:

@@ -37,7 +37,7 @@ from everstep.engine.layers import (
 )
 from everstep.engine.moe import ExpertLayer
 from everstep.engine.projection import DeferredProjection
-from everstep.engine.source import sparse_layers
+from everstep.engine.shape import sparse_layers
 from everstep.errors import BadInput
 from everstep.layout import Layout
 

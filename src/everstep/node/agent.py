@@ -106,7 +106,7 @@ class NodeWatch:
                 return
             self._ranks[worker] = _Rank(pid)
         self._senses.oom.watch(pid)
-        self._processes.add(worker, pid)
+        self._processes.add((worker, pid), pid)
 
     @property
     def somebody_lives(self) -> bool:
@@ -180,11 +180,12 @@ class NodeWatch:
         self._tell("stuck", step=at.step, node=self.node, worker=worker, worker_pid=pid, replica=at.replica, rank=at.rank, what=stuck.what,
                    sure=stuck.sure, why=stuck.why, for_s=round(stuck.for_s, 3), says=reading.says(time.monotonic()))
 
-    def _ended(self, worker: str) -> None:
+    def _ended(self, which: tuple[str, int]) -> None:
+        worker, pid = which
         with self._lock:
             rank = self._ranks.get(worker)
-        if rank is None or self._over:
-            return
+        if rank is None or rank.pid != pid or self._over:
+            return  # a run that was begun anew has given its name to another process
         reading, now = _reading(rank), time.monotonic()
         rank.ended = True
         at = reading.where if reading else Where()

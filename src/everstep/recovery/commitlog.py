@@ -23,7 +23,7 @@ from everstep.recovery.view import Kind, Member, Record
 @dataclass(frozen=True)
 class Past:
     """What an existing record says: the last incarnation and the last committed step (0: none). The rest is of the newest start of
-    the run, over all coordinators that took over since: its newest record and newest commit, the newest life of each replica, and the
+    the run (``run``: what tells it from others in the same folder, or nothing), over all coordinators that took over since: its newest record and newest commit, the newest life of each replica, and the
     recipe's state after each step that stands, and what was rolled back. Nothing of it is there if the run was ended in order."""
 
     incarnation: int
@@ -33,6 +33,7 @@ class Past:
     members: dict[int, Member] = field(default_factory=dict)
     states: dict[int, dict[str, Any]] = field(default_factory=dict)
     rollbacks: list[tuple[tuple[int, int], int]] = field(default_factory=list)  # (epoch, step) of each
+    run: str = ""
 
 
 def past(path: Path) -> Past:
@@ -61,7 +62,8 @@ def _past(entries: list[dict[str, Any]]) -> Past:
             states[last.view.committed] = last.state
     commits = [e["step"] for e in entries if e["kind"] == Kind.COMMIT]
     incarnation = max((e["incarnation"] for e in entries), default=0)
-    return Past(incarnation, commits[-1] if commits else 0, last, commit, members, states, rollbacks)
+    run = entries[start].get("run", "") if entries else ""
+    return Past(incarnation, commits[-1] if commits else 0, last, commit, members, states, rollbacks, run)
 
 
 def _line(body: dict[str, Any]) -> bytes:
@@ -88,8 +90,8 @@ def read(path: Path) -> tuple[list[dict[str, Any]], int]:
 class CommitLog:
     """Raises BadInput if another coordinator holds the lease of this run."""
 
-    def __init__(self, path: Path, takeover: bool = False):
-        """``takeover``: the log goes on where a dead coordinator left it; else the run starts anew, maybe from a checkpoint, and what is
+    def __init__(self, path: Path, takeover: bool = False, run: str = ""):
+        """``takeover``: the log goes on where a dead coordinator left it; else ``run`` starts anew, maybe from a checkpoint, and what is
         there is of an abandoned past."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +107,7 @@ class CommitLog:
         os.ftruncate(self._fd, intact)
         self.past = _past(entries)
         self.incarnation = self.past.incarnation + 1
-        self._append({"kind": "open", "incarnation": self.incarnation, "takeover": takeover})
+        self._append({"kind": "open", "incarnation": self.incarnation, "takeover": takeover} | ({"run": run} if run and not takeover else {}))
 
     def write(self, record: Record) -> None:
         """Returns once the record is on disk."""

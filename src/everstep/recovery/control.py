@@ -49,7 +49,8 @@ class Control:
     ``on_fenced(cause)`` on a thread of its own when the coordinator falls silent.
 
     ``fence_s``: seconds of silence after which the coordinator is lost; None: never (it lives in this process). ``grace_s``: seconds
-    in which another coordinator is waited for (``grace_key``: what sets them); ``find()``: the newest announcement of one;
+    in which another coordinator is waited for (``grace_key``: what sets them); ``run``: which one this is, for a
+    lighthouse (:class:`everstep.recovery.commitlog.Past`); ``find()``: the newest announcement of one;
     ``on_adopted(it)`` is called once it accepted this rank, before its first record, ``on_abandoned(cause)`` once none came, or this
     rank was refused: it need not return. ``describe(incarnation)``: what this rank then says of its
     place and state to that coordinator.
@@ -59,7 +60,7 @@ class Control:
 
     def __init__(
         self, address: tuple[str, int], token: str, worker: str, heartbeat_s: float, connect_timeout_s: float = 30.0,
-        fence_s: float | None = None, grace_s: float = 0.0, grace_key: str = "recovery.controller_grace_s",
+        fence_s: float | None = None, grace_s: float = 0.0, grace_key: str = "recovery.controller_grace_s", run: str | None = None,
     ):
         self.worker = worker
         self.on_record: Callable[[Record], None] = lambda record: None
@@ -72,6 +73,9 @@ class Control:
         self.on_adopted: Callable[[Announcement], None] = lambda announcement: None
         self.on_abandoned: Callable[[str], None] = lambda cause: None
         self._heartbeat_s, self._fence_s, self._grace_s, self._grace_key = heartbeat_s, fence_s, grace_s, grace_key
+        self._said_first: dict[str, Any] = {"worker": worker, "pid": os.getpid(), "host": socket.gethostname()}
+        if run is not None:
+            self._said_first["run"] = run
         self._verdict: EverstepError | None = None  # how the coordinator said that it ends for this rank
         self._incarnation = 0  # of the coordinator that is obeyed; 0: the first one, whatever its number
         self._leaving = False
@@ -93,7 +97,7 @@ class Control:
         try:
             wire.tune(sock)
             sock.settimeout(None)
-            wire.send(sock, {"token": token, "worker": self.worker, "pid": os.getpid(), "host": socket.gethostname(), **more})
+            wire.send(sock, {"token": token, **self._said_first, **more})
         except BaseException:
             sock.close()
             raise

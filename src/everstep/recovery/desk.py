@@ -57,8 +57,8 @@ class Listener:
     """Who is told what. Called outside the desk's lock, on whatever thread the event came; must not block.
 
     ``place(worker)``: (replica, rank), (-1, -1) for a spare, (-2, number) for a rollout engine. ``on_phase(worker, step, phase)`` when a rank enters a phase (fault
-    injection listens here), ``on_death(worker, cause)`` once for every worker that is expelled (its process must then be killed and
-    confirmed dead: rule 8), ``on_record`` for every record published, ``on_word(worker, number, word)`` when a rank answers an order
+    injection listens here), ``on_death(worker, cause, ended)`` once for every worker that is expelled (its process must then be killed and
+    confirmed dead: rule 8; ``ended``: it ends by itself, and may have last words to say), ``on_record`` for every record published, ``on_word(worker, number, word)`` when a rank answers an order
     of fault injection. ``injected(worker)``: whether it was struck by fault injection. ``on_leaving(worker, cause, whole_node)`` when a
     rank was told that it, or its machine, is about to be taken away. ``before_kill(worker, cause)``: it lives, and will be expelled and killed next.
     ``on_connect(worker, pid, host)``: a process is there. ``on_agent(sock, hello)``: a node's agent said ``hello``; returns when that connection ends.
@@ -66,7 +66,7 @@ class Listener:
 
     place: Callable[[str], tuple[int, int]]
     on_phase: Callable[[str, int, str], None] = lambda worker, step, phase: None
-    on_death: Callable[[str, str], None] = lambda worker, cause: None
+    on_death: Callable[[str, str, bool], None] = lambda worker, cause, ended: None
     on_record: Callable[[Record], None] = lambda record: None
     on_word: Callable[[str, int, str], None] = lambda worker, number, word: None
     injected: Callable[[str], bool] = lambda worker: False
@@ -187,7 +187,7 @@ class Desk:
         self._event(lambda: self.coordinator.death(worker, cause, computing))
         if session:
             session.close()
-        self._listener.on_death(worker, cause)
+        self._listener.on_death(worker, cause, ended)
 
     def process_ended(self, worker: str) -> None:
         """The agent of its node says so. What left in order is no member of anything any more."""

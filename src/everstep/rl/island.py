@@ -26,14 +26,20 @@ if TYPE_CHECKING:
 
 
 class GrpoRollout:
-    """everstep.cluster.island.Rollout. What an estimator takes over a batch, it takes over the samples of one island and data-parallel rank."""
+    """everstep.cluster.island.Rollout. What an estimator takes over a batch, it takes over the samples of one island and data-parallel rank.
+
+    The processes of its reward functions stay from one inner step to the next, and end with the rank.
+    """
+
+    def __init__(self) -> None:
+        self._reward: Scorer | None = None
 
     def __call__(self, worker: Worker, prompts: TrainingBatch) -> list[TrainingBatch]:
         config, rl, temperature = worker.config, worker.config.rl, worker.config.rollout.temperature
         samples = worker.generate(prompts, Sampling.for_training(config))
         if len(samples):
-            with Scorer(config, worker.events) as reward:
-                found = reward(samples)
+            self._reward = self._reward or Scorer(config, worker.events)
+            found = self._reward(samples)
             samples = without_dropped(samples.with_tensors(**found.tensors(drop=config.reward.on_error == "drop")))
         samples = worker.from_collecting_rank(samples)
         if rl.kl_coef > 0:

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from everstep.config.importing import shell
 from everstep.config.importing.shell import Unknown
 from everstep.config.load import COMMAND_LINE
-from everstep.errors import BadInput
+from everstep.errors import BadInput, first_line
 
 _OVERRIDE = re.compile(r"\+{0,2}~?([A-Za-z_$][\w.]*)=(.*)", re.S)
 
@@ -71,7 +71,7 @@ def _file(system: ModuleType, path: Path, found: Found, environ: Mapping[str, st
             case _:
                 _script(system, text, found, str(path), environ)
     except (yaml.YAMLError, tomllib.TOMLDecodeError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
-        raise BadInput(f"{path} is not valid: {(str(error) or type(error).__name__).splitlines()[0]}") from error
+        raise BadInput(f"{path} is not valid: {first_line(error)}") from error
 
 
 def _tree(tree: Mapping[str, Any], prefix: str, found: Found, origin: str) -> None:

@@ -8,7 +8,7 @@ The connections are those of a heal (:mod:`everstep.recovery.heal`). An engine t
 is gone, engines have no version and get everything again from somebody else. Nothing is served by half of either.
 
 Where both have a GPU on one machine, an engine is shown each weight in the source's device memory (CUDA's inter-process handles) and copies it
-to its own, with sums over the words in the place of a checksum; the bytes go through host memory where that is not so, or does not work.
+to its own, with a digest made on the device in the place of a checksum; the bytes go through host memory where that is not so, or does not work.
 
 With LoRA an engine gets the frozen weights once (``kind="base"``), and from then on adapters only.
 """
@@ -29,7 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from everstep.errors import DeadlineExceeded, EverstepError, LinkBroken
+from everstep.errors import DeadlineExceeded, EverstepError, LinkBroken, first_line
+from everstep.recovery.digest import digest_of
 from everstep.recovery.heal import HealStream, on_host, receive_checked, receive_mark, send_checked
 
 LOG = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ def _greet(end: _End, version: int) -> None:
 def _handle(whole: Tensor) -> dict[str, Any]:
     """What another process of this machine needs to read a tensor in our device's memory, and to see that it got it right."""
     _, arguments = reductions.reduce_tensor(whole.detach())
-    return {"handle": plain(arguments), "sums": _sums(whole)}
+    return {"handle": plain(arguments), "digest": digest_of([whole])}
 
 
 def plain(arguments: Sequence[Any]) -> dict[str, Any]:
@@ -159,19 +160,11 @@ def _copied(said: Mapping[str, Any], device: torch.device) -> Tensor | None:
     try:
         copy = reductions.rebuild_cuda_tensor(**rebuilding(said["handle"], getattr(torch, said["dtype"]), device.index or 0)).clone()
     except RuntimeError as error:
-        LOG.warning("weights come through host memory: the source's device memory cannot be reached (%s)", str(error).splitlines()[0])
+        LOG.warning("weights come through host memory: the source's device memory cannot be reached (%s)", first_line(error))
         return None
-    if list(copy.shape) != said["shape"] or _sums(copy) != said["sums"]:
-        raise LinkBroken(f"weight {said['name']} arrived damaged: its sums are wrong")
+    if list(copy.shape) != said["shape"] or digest_of([copy]) != said["digest"]:
+        raise LinkBroken(f"weight {said['name']} arrived damaged: its digest is wrong")
     return copy
-
-
-def _sums(tensor: Tensor) -> list[int]:
-    """Over all words, and over every other one; on the device, which has finished with the tensor then."""
-    words = tensor.view(-1).view(torch.uint8)
-    words = words.view(torch.int32) if words.numel() % 4 == 0 else words
-    both: list[int] = torch.stack([words.sum(dtype=torch.int64), words[1::2].sum(dtype=torch.int64)]).tolist()
-    return both
 
 
 def _machine() -> str:

@@ -17,7 +17,7 @@ from everstep.cluster import takeover
 from everstep.cluster.environment import Machines, lighthouse_address, machines, manager_port, placed, slurm_hosts
 from everstep.cluster.head import Head
 from everstep.cluster.lighthouse import Lighthouse, Ports, pack_journal, serve, unpack_journal
-from everstep.cluster.up import Child, check_can_listen, check_ports_of_replicas, share_devices, up
+from everstep.cluster.up import Child, check_ports_of_replicas, share_devices, up
 from everstep.config.load import from_tree
 from everstep.config.schema import Config
 from everstep.errors import BadInput, ConfigError, InvariantViolated, NotEnoughReplicas, WorkerFailed, typed
@@ -307,11 +307,11 @@ def test_numbers_that_are_too_small(given: dict[str, str]) -> None:
 
 
 def test_everstep_up_starts_nothing_where_it_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_can_listen(Ports("127.0.0.1", port := free_ports()))
-    with socket.create_server(("127.0.0.1", port + 2)), pytest.raises(BadInput, match=f"port {port + 2} there is refused"):
-        check_can_listen(Ports("127.0.0.1", port))
-    with pytest.raises(BadInput, match="everstep up starts it on this machine"):
-        check_can_listen(Ports("192.0.2.1", port))  # of the documentation's network, nobody's
+    port, nothing = free_ports(), ["-c", "raise SystemExit(2)"]
+    with socket.create_server(("127.0.0.1", port + 2)), pytest.raises(BadInput, match=f"port {port + 2} of 127.0.0.1 cannot be used"):
+        up(conf(lighthouse={"address": f"http://127.0.0.1:{port}"}), nothing, print)
+    with pytest.raises(BadInput, match=r"choose another of this machine with lighthouse\.address"):
+        up(conf(lighthouse={"address": "192.0.2.1:29510"}), nothing, print)  # of the documentation's network, nobody's
     with socket.create_server(("", port + 1)), pytest.raises(BadInput, match=rf"local.port={port + 1} is in use"):
         check_ports_of_replicas(conf(layout={"replicas": 2}, local={"port": port}))
     monkeypatch.setenv("TORCHFT_MANAGER_PORT", "65535")

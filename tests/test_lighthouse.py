@@ -203,6 +203,11 @@ def test_the_lead_dies_while_it_saves(tmp_path: Path, calm) -> None:
         run = replicas.finished()
     check(run, calm(SFT, "sft.steps=40"), 2)
     assert [e.step for e in run.kind("save")] == list(range(4, 41, 4))
+    replica_of = {e.who: e["replica"] for e in run.kind("form")}
+    for save in run.kind("save"):
+        now = [e for e in run.kind("view", "commit") if e.t_wall < save.t_wall][-1]
+        assert replica_of[save.who] == min(set(now["members"]) - set(now["healing"])), "the smallest that lives saves"
+    assert {replica_of[save.who] for save in run.kind("save")} == {0, 1}
 
 
 @pytest.mark.full

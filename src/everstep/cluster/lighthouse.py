@@ -412,13 +412,13 @@ def serve(
 
     from everstep.cluster.run_store import serve_store  # torch takes seconds to come
 
-    listener = _listen(bind, port + 1)
-    _listen(bind, port).close()
+    listener = listen(bind, port + 1)
+    listen(bind, port).close()
     torchft = LighthouseServer(
         bind=f"{bind}:{port}", min_replicas=min_replicas, join_timeout_ms=join_timeout_ms, quorum_tick_ms=quorum_tick_ms,
         heartbeat_timeout_ms=heartbeat_timeout_ms,
     )
-    _listen(bind, port + 2).close()
+    listen(bind, port + 2).close()
     store = serve_store(bind, port + 2)
     lighthouse = Lighthouse(listener, bind, token, min_replicas, store.port, say=say)
     say(f"torchft's lighthouse and dashboard at http://{bind}:{port}, coordinator at {bind}:{port + 1}, store at {bind}:{port + 2}")
@@ -429,8 +429,9 @@ def serve(
         torchft.shutdown()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, choose: str = "with --port") -> socket.socket:
+    """BadInput if it cannot be done; ``choose``: how to name another port."""
     try:
         return socket.create_server((host, port), backlog=256)
     except OSError as error:
-        raise BadInput(f"port {port} of {host} cannot be used: {error.strerror}; choose another with --port (it and the two after it)") from error
+        raise BadInput(f"port {port} of {host} cannot be used: {error.strerror}; choose another {choose} (it and the two after it)") from error

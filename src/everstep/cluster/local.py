@@ -56,7 +56,7 @@ from everstep.config.schema import Config
 from everstep.engine import cpu
 from everstep.engine.groups import NCCL_ENVIRONMENT
 from everstep.engine.loss import LossSpec
-from everstep.errors import BadInput, EverstepError, ReplicaBroken, WorkerFailed
+from everstep.errors import BadInput, EverstepError, ReplicaBroken, WorkerFailed, first_line
 from everstep.node import beat
 from everstep.recovery.board import Journal, Result, Who
 from everstep.recovery.control import Control
@@ -122,7 +122,7 @@ def join_world(config: Config) -> tuple[environment.RankEnvironment, Meeting]:
     try:
         dist.init_process_group(backend, store=life, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:  # torch's: another rank is gone
-        raise ReplicaBroken(f"the ranks of this replica could not connect: {str(error).splitlines()[0]}") from error
+        raise ReplicaBroken(f"the ranks of this replica could not connect: {first_line(error)}") from error
     return env, meeting
 
 

@@ -23,7 +23,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from everstep.errors import DeadlineExceeded
+from everstep.errors import DeadlineExceeded, first_line
 
 _KEY = "everstep/meeting"
 _LOOK_S = 0.05
@@ -76,7 +76,7 @@ class Meeting:
                     return on_end(f"rank {changed[0]} of this replica was started anew")
         except RuntimeError as error:  # torch's, when the torchrun that has the store is gone
             if not self._over.is_set():
-                on_end(f"the store of this replica's torchrun is gone ({str(error).splitlines()[0]})")
+                on_end(f"the store of this replica's torchrun is gone ({first_line(error)})")
 
     def _said(self, store: dist.Store) -> list[str]:
         """The name of each rank; empty: nothing was ever heard of it."""

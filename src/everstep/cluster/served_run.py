@@ -50,6 +50,7 @@ from everstep.telemetry.window import Window
 
 TICK_S = 0.1
 LAST_WORDS_S = 2.0  # for ranks that are told the end, to hear it and go
+_OWN = {"replica", "local", "lighthouse", "ray", "launcher", "resume"}  # sections and keys in which replicas of one run may differ
 ANSWER_WITHIN_S = 2.0  # a request that must wait longer is answered with "wait", and comes again
 
 
@@ -567,17 +568,15 @@ def _digest(slots: tuple[tuple[str, ...], ...]) -> str:
 
 def digest_of(config: Config) -> str:
     """Of what all replicas of a run must have alike."""
-    own = {"replica", "local", "lighthouse", "ray", "launcher", "resume"}
-    return xxhash.xxh3_64_hexdigest(json.dumps(config.model_dump(exclude=own), sort_keys=True).encode())
+    return xxhash.xxh3_64_hexdigest(json.dumps(config.model_dump(exclude=_OWN), sort_keys=True).encode())
 
 
 def differing_keys(one: Config, other: Config) -> list[str]:
     """Sections or keys in which two configurations differ, but for what is each replica's own."""
     mine, theirs = one.model_dump(), other.model_dump()
-    own = {"replica", "local", "lighthouse", "ray", "launcher", "resume"}
     found = []
     for name in mine:
-        if name in own or mine[name] == theirs[name]:
+        if name in _OWN or mine[name] == theirs[name]:
             continue
         if isinstance(mine[name], dict) and isinstance(theirs[name], dict):
             found += [f"{name}.{key}" for key in mine[name] if mine[name][key] != theirs[name].get(key)]

@@ -31,7 +31,7 @@ from typing import IO
 
 from everstep import scratch
 from everstep.cluster import environment
-from everstep.cluster.lighthouse import DEFAULT_PORT, TOKEN_VARIABLE, Ports
+from everstep.cluster.lighthouse import DEFAULT_PORT, TOKEN_VARIABLE, Ports, listen
 from everstep.cluster.orphans import TOKEN, kill_all
 from everstep.cluster.processes import die_with_parent
 from everstep.cluster.torchrun import FINAL, check_port_free
@@ -120,7 +120,8 @@ def up(config: Config, program: Sequence[str], say: Callable[[str], None]) -> in
         )
     own = config.lighthouse.address or os.environ.get("TORCHFT_LIGHTHOUSE", "")
     ports = Ports.parse(own) if own else Ports("127.0.0.1", free_ports(DEFAULT_PORT))
-    check_can_listen(ports)
+    for port in range(ports.torchft, ports.torchft + 3):
+        listen(ports.host, port, "of this machine with lighthouse.address or TORCHFT_LIGHTHOUSE").close()
     check_ports_of_replicas(config)
     launch = secrets.token_hex(16)
     secret = {TOKEN_VARIABLE: os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)}
@@ -142,18 +143,6 @@ def up(config: Config, program: Sequence[str], say: Callable[[str], None]) -> in
         finally:
             kill_all(launch)
             supervisor.keep_logs(Path(config.run_dir))
-
-
-def check_can_listen(ports: Ports) -> None:
-    """BadInput if the lighthouse cannot be started there."""
-    for port in range(ports.torchft, ports.torchft + 3):
-        try:
-            socket.create_server((ports.host, port)).close()
-        except OSError as error:
-            raise BadInput(
-                f"the lighthouse cannot be started at {ports.url} (TORCHFT_LIGHTHOUSE, lighthouse.address): port {port} there is refused "
-                f"({error.strerror}); everstep up starts it on this machine, on this port and the two after it"
-            ) from error
 
 
 def check_ports_of_replicas(config: Config) -> None:

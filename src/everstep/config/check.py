@@ -10,7 +10,6 @@ import dataclasses
 import importlib.util
 import os
 import shutil
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from everstep.cluster.environment import (
     lighthouse_address,
     manager_port,
 )
+from everstep.cluster.torchrun import check_port_free
 from everstep.config import derive, rollouts, semisync
 from everstep.config.schema import Config, Fault, OptimizerConfig
 from everstep.data.functions import check_arguments, load_function
@@ -221,7 +221,7 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
                     f"start it with --nproc_per_node {layout.ranks_per_replica}, or change the layout"
                 )
         elif config.local.port:
-            _check_port(config.local.port)
+            check_port_free(config.local.port, "local.port", host="")
     elif config.replica.id is not None:
         raise ConfigError(
             f"replica.id={config.replica.id} is for launcher=local, where each replica is started by a command of its own; "
@@ -258,17 +258,6 @@ def _refuse_what_needs_a_controller(config: Config, how: str) -> None:
         for key in keys:
             if getattr(given, key) != type(given).model_fields[key].default:
                 raise ConfigError(f"{section}.{key} is obeyed by the controller of launcher=ray, and {how} has none; leave it out, or use launcher=ray")
-
-
-def _check_port(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
-        try:
-            probe.bind(("", port))
-        except OSError as e:
-            raise BadInput(
-                f"local.port={port} cannot be used on this machine: {e.strerror}; choose another, or 0 for a free one"
-            ) from e
 
 
 def _check_validation(config: Config) -> None:

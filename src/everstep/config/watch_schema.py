@@ -97,7 +97,7 @@ class WatchConfig(Section):
     evict_corrupt: bool = Field(
         True,
         description="When train.verify_every finds that the states of replicas differ, and most of them agree: replace the ranks that differ "
-        "and go on. false, or no majority: the run ends (exit code 4).",
+        "and go on. false, no majority, or launcher=local: the run ends (exit code 4).",
     )
     check_state_every: int = Field(
         0, ge=0, description="In every so many-th step a rank sums up its state after the commit before, and again before it votes: what changed in between, "

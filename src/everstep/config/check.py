@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from everstep.cluster.environment import (
     manager_port,
 )
 from everstep.cluster.torchrun import check_port_free
-from everstep.config import derive, rollouts, semisync
+from everstep.config import derive, rollouts, semisync, watching
 from everstep.config.schema import Config, Fault, OptimizerConfig
 from everstep.data.functions import check_arguments, load_function
 from everstep.data.source import REASONING_GYM, is_path
@@ -63,7 +62,7 @@ def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> deriv
     _check_recovery(config)
     sizes = derive.sizes(config)
     _check_launcher(config, sizes.layout, environ)
-    _check_watching(config, sizes.layout, environ)
+    watching.check(config, sizes.layout, environ)
     _check_schedule(config, sizes)
     _check_recipe(config)
     rollouts.check(config)
@@ -152,20 +151,6 @@ def _check_critic(config: Config, sizes: derive.Sizes, actor: ModelShape) -> Non
         )
     if shape.experts is not None:
         _check_experts(derive.critic(config), shape, sizes.layout)
-
-
-def _check_watching(config: Config, layout: Layout, environ: Mapping[str, str]) -> None:
-    """What would watch nothing, or tell nobody."""
-    local = detect_launcher(config, environ) == "local"
-    if config.watch.rerun_every and layout.replicas < 2:
-        raise ConfigError("watch.rerun_every has slots computed again by another replica, and layout.replicas=1 has none; set it to 0, or use watch.check_state_every")
-    if config.watch.replace_stragglers and (local or layout.replicas < 2):
-        why = "launcher=local has no spares" if local else "layout.replicas=1 has no peers to compare a rank with"
-        raise ConfigError(f"watch.replace_stragglers replaces a rank that is slower than its peers by a spare, but {why}; leave it out")
-    elsewhere = config.replica.id is not None and (config.lighthouse.address or environ.get("TORCHFT_LIGHTHOUSE"))  # it is the lighthouse that tells
-    for i, alert in enumerate(config.alerts):
-        if alert.command and not elsewhere and shutil.which(alert.command[0]) is None:
-            raise ConfigError(f"alerts.{i}.command: there is no program {alert.command[0]!r} here (PATH)")
 
 
 def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) -> None:

@@ -29,6 +29,7 @@ from everstep.cluster.dispatch import ranks_of
 from everstep.cluster.forked import ForkedHost
 from everstep.cluster.results import minority
 from everstep.config.check import check
+from everstep.config.levels import parse_levels
 from everstep.config.load import load_config
 from everstep.config.watch_schema import AlertConfig
 from everstep.doctor import Unfit
@@ -164,7 +165,7 @@ def test_a_bad_alert_is_refused(alert: str, says: str) -> None:
     ("everstep.engine=ERROR", {"": "info", "engine": "error"}),
 ])
 def test_levels(text: str, wanted: dict[str, str]) -> None:
-    assert logs.parse_levels(text) == wanted
+    assert parse_levels(text) == wanted
 
 
 @pytest.mark.parametrize("text", ["loud", "recovery=loud", "=debug", "recovery"])

@@ -43,7 +43,7 @@ from everstep.cluster.exchange import broadcast_object, gather_objects, replica_
 from everstep.cluster.formation import Formation
 from everstep.cluster.group import StepResult
 from everstep.cluster.head import Head, Presence
-from everstep.cluster.lighthouse import TOKEN_VARIABLE, Lighthouse, Ports, read_result
+from everstep.cluster.lighthouse import Lighthouse, Ports, read_result
 from everstep.cluster.meeting import Meeting, open_store
 from everstep.cluster.processes import die_with_parent
 from everstep.cluster.results import combine, compare_hashes
@@ -166,7 +166,7 @@ def _register(config: Config, clean: bool, env: environment.RankEnvironment, wat
         lighthouse = Lighthouse(listener, env.master_addr, token, quorum=False, offer=watching.alerts.offer)
         address, wait_s = lighthouse.address, 60.0
     else:
-        token = os.environ.get(TOKEN_VARIABLE, "")
+        token = os.environ.get(environment.LIGHTHOUSE_TOKEN, "")
         address, wait_s = Ports.parse(environment.lighthouse_address(config)).coordinator, config.lighthouse.wait_s
         if (port := environment.manager_port()) and not restarts:  # of what a former life left there the end is waited for
             check_port_free(port, "TORCHFT_MANAGER_PORT", host="")

@@ -92,12 +92,12 @@ def launch(config: Config, program: Sequence[str], say: Callable[[str], None] | 
     if ranks % machines.count:
         raise ConfigError(f"the {ranks} ranks of a replica cannot be shared evenly over {machines.count} machines (PET_NNODES)")
     if machines.count > 1:
-        from everstep.cluster.lighthouse import TOKEN_VARIABLE
+        from everstep.cluster.environment import LIGHTHOUSE_TOKEN
 
-        if not os.environ.get(TOKEN_VARIABLE):
+        if not os.environ.get(LIGHTHOUSE_TOKEN):
             raise BadInput(
                 f"this replica is spread over {machines.count} machines (PET_NNODES or SLURM_NNODES), whose ranks must know each other: set "
-                f"{TOKEN_VARIABLE} to the same secret on all of them, and for the lighthouse"
+                f"{LIGHTHOUSE_TOKEN} to the same secret on all of them, and for the lighthouse"
             )
         rendezvous = [f"--nnodes={machines.count}", f"--node_rank={machines.index}", f"--master_addr={machines.master_addr}",
                       f"--master_port={machines.master_port or config.local.port or DEFAULT_MASTER_PORT}"]
@@ -236,10 +236,11 @@ def _agent(arguments: list[str]) -> int:
     api.LocalElasticAgent = _patient_agent(Path(os.environ[EXIT_DIR]), float(os.environ[_DELAY]))  # type: ignore[misc]
     if address := os.environ.get(_LIGHTHOUSE):
         from everstep.cluster import warden
-        from everstep.cluster.lighthouse import TOKEN_VARIABLE, Ports
+        from everstep.cluster.environment import LIGHTHOUSE_TOKEN
+        from everstep.cluster.lighthouse import Ports
 
         replica = int(os.environ["EVERSTEP_REPLICA"])
-        warden.watch(Ports.parse(address).coordinator, os.environ.get(TOKEN_VARIABLE, ""), replica, os.environ[TOKEN])
+        warden.watch(Ports.parse(address).coordinator, os.environ.get(LIGHTHOUSE_TOKEN, ""), replica, os.environ[TOKEN])
     try:
         run.run(run.parse_args(arguments))
     except ChildFailedError as error:

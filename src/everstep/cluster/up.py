@@ -31,7 +31,7 @@ from typing import IO
 
 from everstep import scratch
 from everstep.cluster import environment
-from everstep.cluster.lighthouse import DEFAULT_PORT, TOKEN_VARIABLE, Ports, listen
+from everstep.cluster.lighthouse import DEFAULT_PORT, Ports, listen
 from everstep.cluster.orphans import TOKEN, kill_all
 from everstep.cluster.processes import die_with_parent
 from everstep.cluster.torchrun import FINAL, check_port_free
@@ -124,7 +124,7 @@ def up(config: Config, program: Sequence[str], say: Callable[[str], None]) -> in
         listen(ports.host, port, "of this machine with lighthouse.address or TORCHFT_LIGHTHOUSE").close()
     check_ports_of_replicas(config)
     launch = secrets.token_hex(16)
-    secret = {TOKEN_VARIABLE: os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)}
+    secret = {environment.LIGHTHOUSE_TOKEN: os.environ.get(environment.LIGHTHOUSE_TOKEN) or secrets.token_hex(16)}
     with scratch.folder("up") as logs:
         devices = share_devices(config)
         children = [
@@ -137,7 +137,7 @@ def up(config: Config, program: Sequence[str], say: Callable[[str], None]) -> in
             for replica, mine in enumerate(devices)
         ]
         lighthouse = Child("lighthouse", lighthouse_command(config, ports), secret | {TOKEN: launch}, logs / "lighthouse.log")
-        supervisor = _Supervisor(config, lighthouse, children, ports, secret[TOKEN_VARIABLE], say)
+        supervisor = _Supervisor(config, lighthouse, children, ports, secret[environment.LIGHTHOUSE_TOKEN], say)
         try:
             return supervisor.run()
         finally:

@@ -233,7 +233,7 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
 #: What only launcher=ray obeys: its controller sees every rank's step, and starts processes itself.
 _OF_THE_CONTROLLER = {
     "recovery": ("preemption_file", "rehearse"),
-    "watch": ("straggler_ratio", "straggler_for_s", "replace_stragglers", "admission", "admission_s"),
+    "watch": ("straggler_ratio", "straggler_for_s", "replace_stragglers"),
 }
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from everstep.config.levels import parse_levels
 from everstep.config.section import Section
 
 
@@ -24,8 +25,6 @@ class LogConfig(Section):
     @field_validator("level")
     @classmethod
     def _known(cls, value: str) -> str:
-        from everstep.telemetry.logs import parse_levels
-
         parse_levels(value)
         return value
 

@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,9 @@ def test_under_torchrun_an_unfit_replica_stays_out_and_the_next_one_comes_back(t
         up.wait_for_commit(61)
         seen = lambda kind: [e for e in read_events(up.folder / "events") if e.event == kind]
         assert until(lambda: seen("admitted") and seen("refused") and seen("join"), 240), [seen("admitted"), seen("refused")]
+        out = int(next(e["replica"] for e in seen("death") if e["replica"] not in {j["replica"] for j in seen("join")}))
+        assert until(lambda: not up.below(f"replica.id={out}"), 60), "nobody starts it again"
+        time.sleep(0.5)  # `everstep up` says so
         (refused,), (admitted,), join = seen("refused"), seen("admitted"), seen("join")[-1]
         up.process.send_signal(signal.SIGINT)
         assert up.finish() == 130, up.err[-3000:]

@@ -137,7 +137,7 @@ def enter(config: Config, clean: bool, watching: Watching) -> Entry:
     if env.rank == 0:
         try:
             entry = _register(config, clean, env, watching)
-            if not config.replica.id:
+            if config.replica.id is None:  # else the lighthouse does
                 watching.begin(entry.run_dir, own_log=False)
             head, lighthouse = entry.head, entry.lighthouse
             entry.head = entry.lighthouse = None  # of this process only

@@ -262,7 +262,7 @@ class Pulse:
     ``refused`` and asked again a second later: looking at a run must not end it.
     """
 
-    def __init__(self, run_dir: Path, attempt: int, ask: Callable[[], dict[str, Any]], dashboard: str = ""):
+    def __init__(self, run_dir: Path, attempt: int, ask: Callable[[], dict[str, Any]], dashboard: Callable[[], str] = lambda: ""):
         self._path, self._attempt, self._ask, self._dashboard = run_dir / "status.json", attempt, ask, dashboard
         self._over = threading.Event()
         self.refused = ""
@@ -277,7 +277,7 @@ class Pulse:
         while True:
             said = self._ask()
             row = {"t_wall": time.time(), "pid": os.getpid(), "host": socket.gethostname(), "attempt": self._attempt,
-                   "dashboard": self._dashboard, **said}
+                   "dashboard": self._dashboard(), **said}
             try:
                 replace_file(self._path, json.dumps(row))
                 self.refused = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -19,12 +20,13 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
 from tests.support.runs import ROOT, SFT, Finished, config, finish
 
 import everstep
-from everstep import cli
+from everstep import cli, driver
 from everstep.cluster.forked import ForkedHost
-from everstep.errors import BadInput
+from everstep.errors import BadInput, WorkerFailed
 from everstep.recovery.desk import Desk
 from everstep.run_dir import OWN_ENTRIES
 from everstep.telemetry import status as status_module
@@ -205,6 +207,8 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys) -> None:
     for command in ("status", "dashboard", "report"):
         assert cli.run([command, str(tmp_path)]) == 2
         assert "not a run folder" in capsys.readouterr().err
+        assert cli.run([command, str(tmp_path / "none")]) == 2
+        assert "there is no such folder" in capsys.readouterr().err
 
 
 def lone_log(folder: Path) -> EventLog:
@@ -227,6 +231,47 @@ def test_a_run_whose_lead_was_killed_is_gone(tmp_path: Path) -> None:
     lead.stdout.close()
     state = everstep.status(tmp_path)
     assert state.state == "gone" and "resume=auto" in state.cause and not state.live
+
+
+def shown(state: RunStatus) -> str:
+    console = Console(record=True, width=200, file=io.StringIO())
+    console.print(status_module.describe(state))
+    return console.export_text()
+
+
+def test_a_lead_that_is_stopped_is_missed(tmp_path: Path) -> None:
+    log = lone_log(tmp_path)
+    assert "for 0." in shown(everstep.status(tmp_path)), "how long it has been starting"
+    log.emit("begin", step=1, epoch=(1, 1), members=[0, 1], samples=[], lr=0.1)
+    pulse = {"pid": os.getpid(), "host": os.uname().nodename, "attempt": 1, "ranks": {}, "t_wall": time.time()}
+    (tmp_path / "status.json").write_text(json.dumps(pulse))
+    assert everstep.status(tmp_path).cause == ""
+    (tmp_path / "status.json").write_text(json.dumps(pulse | {"t_wall": time.time() - 40}))
+    state = everstep.status(tmp_path)
+    assert state.state == "running" and "nothing was heard of the lead" in state.cause and "for 40 s" in state.cause
+
+
+def test_a_bug_that_ends_a_run_is_told_with_its_cause(tmp_path: Path, monkeypatch) -> None:
+    """Whatever ends a run, who looks at it afterwards is told; there is nobody left to wait for, and no spare."""
+    monkeypatch.setattr(driver, "_start_group", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        driver.run(config(SFT, tmp_path / "run", "layout.replicas=2"), host=ForkedHost)
+    state = everstep.status(tmp_path / "run")
+    assert (state.state, state.cause) == ("failed", "ZeroDivisionError: division by zero")
+    assert cli.run(["report", str(tmp_path / "run")]) == 0
+    assert everstep.status(tmp_path / "run").spares == []
+
+
+def test_ray_that_does_not_start_is_one_sentence(tmp_path: Path, monkeypatch) -> None:
+    import ray
+
+    def init(**more: object) -> None:
+        raise Exception("The current node timed out during startup.\nThis could happen because ...")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(WorkerFailed, match=r"^Ray did not start on this machine: The current node timed out during startup\.$"):
+        driver.run(config(SFT, tmp_path / "run", "layout.replicas=2"))
+    assert everstep.status(tmp_path / "run").cause.startswith("Ray did not start")
 
 
 def test_a_replica_without_spare_waits_and_says_for_what(tmp_path: Path) -> None:
@@ -426,24 +471,31 @@ def browser():
         found.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_in_a_browser(watched: Watched, browser, scheme: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 2400)])
+def test_the_page_in_a_browser(watched: Watched, browser, scheme: str, width: int, tmp_path: Path) -> None:
     story = as_page(tell(watched.run.folder))
     story["feed"].append({"t": 1.0, "who": "lead", "event": "error", "step": None, "text": "</script><script>document.title='broken'</script>"})
+    story["status"] |= {"state": "running", "nodes": [{"node": "n", "agent": "up", "sees": ["memory"], "since": 1.0, "signs": [], "quarantined": [],
+                                                       "stuck": ["rank 0/1 (w1): stuck process: its process is stopped"]}]}
     (tmp_path / "page.html").write_text(page(story))
-    view = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme=scheme)
+    view = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     errors: list[str] = []
     view.on("pageerror", lambda error: errors.append(str(error)))
     view.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     view.goto((tmp_path / "page.html").as_uri())
     view.wait_for_selector("body[data-drawn]")
     assert errors == []
-    assert view.title().startswith("done")
+    assert view.title().startswith("running") and "warn" in view.locator("#state").get_attribute("class")
+    assert "stuck process: its process is stopped" in view.inner_text("#nodes p.warn")
     assert view.locator(".rank").count() == 4 and view.locator("#recoveries tbody tr").count() == 1
     assert view.locator("#curves .card").count() >= 3 and view.locator("#lanes rect").count() > 8
-    assert view.evaluate("document.documentElement.scrollWidth") <= 1280, "it must not scroll sideways"
-    small = view.evaluate("[...document.querySelectorAll('main *')].filter(e => e.textContent && parseFloat(getComputedStyle(e).fontSize) < 11).length")
-    assert small == 0, "nothing may be too small to read"
+    assert view.evaluate("document.documentElement.scrollWidth") <= width, "it must not scroll sideways"
+    small = view.evaluate("""[...document.querySelectorAll('main *')].filter(e => e.textContent
+        && parseFloat(getComputedStyle(e).fontSize) * (e.getScreenCTM ? e.getScreenCTM().a : 1) < 10.5).length""")
+    assert small == 0, "nothing may be too small to read, nor letters of a picture that is shown smaller than it was drawn"
+    if width < 500:
+        cut = view.evaluate("[...document.querySelectorAll('#feed .x')].filter(e => e.scrollWidth > e.clientWidth + 1).length")
+        assert cut == 0, "there is no mouse to see the rest by"
     background = view.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (min(map(int, re.findall(r"\d+", background)[:3])) > 200) == (scheme == "light")
     view.close()

@@ -187,13 +187,28 @@ def test_a_real_crash_is_found_in_the_kernels_log(tmp_path: Path) -> None:
 
 
 def test_a_machine_that_is_well(tmp_path: Path, capsys) -> None:
-    assert cli.run(["doctor", str(tmp_path), "--device", "cpu", "--seconds", "0.1", "--json"]) in (0, 3)
+    code = cli.run(["doctor", str(tmp_path), "--device", "cpu", "--seconds", "0.1", "--json"])
     told = json.loads(capsys.readouterr().out)
+    assert code == (3 if told["state"] == "bad" else 0)
     states = {check["name"]: check["state"] for check in told["checks"]}
     assert [states[name] for name in ("matmul", "memory", "all-reduce", "disk")] == ["ok"] * 4, told
     measured = {name: value for check in told["checks"] for name, value in check["measured"].items()}
     assert min(measured[name] for name in ("tflops", "gb_per_s", "bus_gb_per_s", "write_mb_per_s")) > 0
     assert list(tmp_path.iterdir()) == [], "it leaves nothing behind"
+
+
+def test_what_is_over_makes_no_machine_unfit(monkeypatch) -> None:
+    lines = ["eth0: NIC Link is Down", "nfs: server filer not responding, still trying", "Out of memory: Killed process 7 (python) total-vm:1kB"]
+    monkeypatch.setattr(doctor, "kernel_log", lambda: lines)
+    assert {f.name: f.state for f in doctor.examine("cpu", [], 1, 0.0)}["kernel log"] == "warning"
+    monkeypatch.setattr(doctor, "kernel_log", lambda: [*lines, "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."])
+    assert {f.name: f.state for f in doctor.examine("cpu", [], 1, 0.0)}["kernel log"] == "bad"
+
+
+@pytest.mark.parametrize("arguments", [["--seconds", "inf"], ["--seconds", "nan"], ["--processes", "0"], ["--device", "tpu"]])
+def test_doctor_refuses_what_it_cannot_do(arguments: list[str], capsys) -> None:
+    assert cli.run(["doctor", *arguments]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_one_wrong_element_of_a_product_is_found(monkeypatch) -> None:

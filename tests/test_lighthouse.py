@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 import signal
 import socket
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from tests.test_controller_death import (
 )
 from tests.test_faults import assert_invariants
 
+import everstep
 from everstep.checkpoint.manifest import checkpoint_folders, step_of
 from everstep.cluster.forked import ForkedHost
 from everstep.cluster.worker import Worker
@@ -88,10 +91,17 @@ def check(run: Finished, expected: dict[str, str], replicas: int | None) -> None
 def test_a_killed_rank_comes_back_as_a_new_life_of_its_replica(tmp_path: Path, calm) -> None:
     """Replica 0, which leads at first: the other one leads until it is back, and nobody in between."""
     fault = "faults=[{step: 3, phase: reduce, kind: kill, replica: 0}]"
-    with Replicas(local(tmp_path, 2, fault, "sft.steps=40"), tmp_path) as replicas:
+    told = tmp_path / "told"
+    alert = f"alerts=[{{events: [death, run_end], command: [sh, -c, 'cat >> {told}; echo >> {told}']}}]"
+    with Replicas(local(tmp_path, 2, fault, "sft.steps=40", alert, "telemetry.dashboard=true"), tmp_path) as replicas:
         replicas.start(0, 1)
+        replicas.wait_for_commit(1)
+        replicas.wait_for(lambda events: everstep.status(replicas.config.run_dir).dashboard)
+        with urllib.request.urlopen(everstep.status(replicas.config.run_dir).dashboard + "/metrics", timeout=20) as answer:
+            assert b"everstep_live_replicas" in answer.read()
         run = replicas.finished()
     check(run, calm(SFT, "sft.steps=40"), 2)
+    assert [json.loads(line)["event"] for line in told.read_text().splitlines()] == ["death", "run_end"], "the lighthouse tells"
     assert len(run.kind("death")) == 1 and run.kind("fault")[0]["kind"] == "kill"
     assert {e["replica"] for e in run.kind("join")} == {0}
     logged = {row["step"] for row in read_metrics(run.folder / "metrics.jsonl")}

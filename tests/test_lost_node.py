@@ -131,7 +131,9 @@ def test_a_spare_on_another_node_has_the_copy_of_the_only_replica(tmp_path, clus
     assert_invariants(done, steps=20)
     hosts = {e.who: e.host for e in done.kind("process_start")}
     assert NODE in (hosts["w0"], hosts["w1"]) and hosts["w0"] != hosts["w1"], "either may hold the replica"
-    assert [r.step for r in done.kind("rollback")] == [9] and "the copy in memory" in done.kind("rollback")[0]["cause"]
+    (back,), (death,) = done.kind("rollback"), done.kind("death")
+    newest = (death.step - 1) // 3 * 3  # on a busy machine the signal comes a step or two late
+    assert back.step in (newest, newest - 3) and back.step > 0 and "the copy in memory" in back["cause"]
     (load,) = done.kind("load")
     (mine,) = {Path(e["path"]).parent.name for e in done.kind("load")}
     assert load.who == "w1" and load["fetched_from"] == "" and len(mine) > 20  # in the folder of its own node

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -483,10 +484,23 @@ def test_a_link_that_goes_down_or_makes_errors(tmp_path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{value}\n")
 
-    for name in ("eth0", "ib0", "lo", "unused"):
+    for name in ("eth0", "ib0", "lo", "unused", "pod0", "veth1", "docker0"):
         write(name, carrier=int(name != "unused"), rx_errors=7)
-    links = Links(str(tmp_path))
+    for name in ("eth0", "ib0", "unused"):
+        (tmp_path / name / "device").mkdir()  # the others have no hardware
+    (tmp_path / "route").write_text("Iface Destination Gateway Flags RefCnt Use Metric Mask\npod0 00000000 0100A8C0 0003 0 0 0 00000000\n"
+                                    "docker0 0000A8C0 00000000 0001 0 0 0 00FFFFFF\n")
+    links = Links(str(tmp_path), str(tmp_path))
     assert links.look() == []
+    write("docker0", carrier=0)  # its last container ended
+    write("veth1", rx_errors=9)
+    assert links.look() == []
+    shutil.rmtree(tmp_path / "veth1")
+    assert links.look() == [], "what belongs to other containers comes and goes"
+    (tmp_path / "route").unlink()
+    write("pod0", carrier=0)
+    assert [(sign.severity, sign.device) for sign in links.look()] == [("bad", "pod0")], "a container's only way out"
+    write("pod0", carrier=1)
     write("ib0", carrier=0)
     write("eth0", rx_errors=10)
     down, errors = sorted(links.look(), key=lambda sign: sign.severity)

@@ -169,7 +169,8 @@ def prove(conf, calm: Path, *moments: Callable[[int], None], more: list[str] | N
     done = Finished(folder, read_events(folder / "events"))
     assert_invariants(done, steps=STEPS)
     assert len(done.kind("takeover")) == len(moments) and not done.kind("death") and rendezvous.find(folder) is None
-    assert by_position(done, 2) == undisturbed(calm, *(more or ()))
+    # A replica of which some ranks had been called and others not forms again; it may not be back before the end.
+    assert by_position(done, len(done.kind("commit")[-1]["members"])) == undisturbed(calm, *(more or ()))
     rollouts = [e["iteration"] for e in done.kind("stage") if e["name"] == "rollout"]
     assert set(rollouts) == set(range(1, ITERATIONS + 1))
     kept = {after_the_record_is_written, between_two_updates_of_the_actor, between_actor_and_critic, in_an_update_of_the_critic, before_the_next_iteration}

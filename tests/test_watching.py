@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import random
+import socket
 import statistics
 import sys
 import threading
@@ -20,7 +21,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.runs import ROOT, SFT, Finished, config, finish, gone
+from tests.support.runs import ROOT, SFT, Finished, config, finish
 from tests.test_faults import assert_invariants
 
 from everstep import cli
@@ -28,10 +29,10 @@ from everstep.cluster import worker as worker_module
 from everstep.cluster.dispatch import ranks_of
 from everstep.cluster.forked import ForkedHost
 from everstep.cluster.results import minority
-from everstep.config.check import check
+from everstep.config.check import check, check_plan
+from everstep.config.levels import parse_levels
 from everstep.config.load import load_config
 from everstep.config.watch_schema import AlertConfig
-from everstep.doctor import Unfit
 from everstep.driver import run as run_recipe
 from everstep.errors import BadInput, InvariantViolated
 from everstep.layout import Layout
@@ -124,6 +125,20 @@ def test_a_hook_that_hangs_or_fails_delays_nobody(tmp_path: Path, monkeypatch, c
     assert "were left out" in caplog.text and "HTTP Error 500" in caplog.text and "No such file" in caplog.text
 
 
+def test_a_hook_that_answers_nonsense_is_told_of_the_next_event_too(tmp_path: Path) -> None:
+    """What answers there is no web server: its alert fails, and the thread that tells it goes on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(20)
+        events, told = alerting(tmp_path, AlertConfig(events=["spare_ready"], url=f"http://127.0.0.1:{server.getsockname()[1]}/"))
+        for number in range(2):
+            events.emit("spare_ready", spares=number)
+            peer, _ = server.accept()
+            with peer:
+                peer.recv(65536)
+                peer.sendall(b"what?\r\n\r\n")
+        told.close()
+
+
 def test_a_command_gets_the_event(tmp_path: Path) -> None:
     out = tmp_path / "out"
     code = f"import os, sys, json; open({str(out)!r}, 'a').write(os.environ['EVERSTEP_EVENT'] + ' ' + str(json.load(sys.stdin)['spares']) + '\\n')"
@@ -150,6 +165,11 @@ def test_a_storm_becomes_one_message_and_a_count(receiver: Receiver, tmp_path: P
     ("{events: [death], url: 'http://x', command: [x]}", "a url or a command"),
     ("{events: [death], url: 'ftp://x'}", "ftp"),
     ("{events: [], url: 'http://x'}", "events"),
+    ("{events: [death], url: 'http://'}", "not a http"),
+    ("{events: [death], url: 'http://a b/c'}", "not a http"),
+    ("{events: [death], url: 'http://x:99999/'}", "not a http"),
+    ("{events: [death], url: 'http://x:port/'}", "not a http"),
+    ("{events: [death], command: ['']}", "an empty part"),
 ])
 def test_a_bad_alert_is_refused(alert: str, says: str) -> None:
     with pytest.raises(BadInput, match=says):
@@ -164,7 +184,7 @@ def test_a_bad_alert_is_refused(alert: str, says: str) -> None:
     ("everstep.engine=ERROR", {"": "info", "engine": "error"}),
 ])
 def test_levels(text: str, wanted: dict[str, str]) -> None:
-    assert logs.parse_levels(text) == wanted
+    assert parse_levels(text) == wanted
 
 
 @pytest.mark.parametrize("text", ["loud", "recovery=loud", "=debug", "recovery"])
@@ -478,6 +498,18 @@ def test_any_change_of_any_bit_is_seen(tmp_path: Path) -> None:
     assert len({digest_of([a, b]), digest_of([b, a]), digest_of([a, a]), digest_of([torch.cat([a, b])])}) >= 3
 
 
+def test_what_would_watch_nothing_is_refused() -> None:
+    for overrides, says in (
+        (["watch.rerun_every=2", "layout.replicas=1"], "watch.rerun_every"),
+        (["watch.replace_stragglers=true", "layout.replicas=1"], "is slower than its peers"),
+        (["alerts=[{events: [death], command: [no-such-program]}]"], "no-such-program"),
+        (["watch.agent_every_s=0.001"], "below 0.05"),
+    ):
+        with pytest.raises(BadInput, match=says):
+            check_plan(load_config(SFT, [*overrides, "device=cpu"]))
+    check_plan(load_config(SFT, ["alerts=[{events: [death], command: [cat]}]", "device=cpu"]))
+
+
 def test_what_is_compared_needs_something_to_compare() -> None:
     for key in ("check_state_every", "rerun_every"):
         with pytest.raises(BadInput, match=f"watch.{key}"):
@@ -506,57 +538,6 @@ def test_a_jump_is_a_spike_noise_is_none() -> None:
 def test_a_level_that_stays_is_told_and_then_is_the_usual_one() -> None:
     found = spikes_of(noisy(1.0, 50, 1) + noisy(9.0, 60, 2) + [40.0])
     assert found[0] == 50 and len(found) <= 8 and found[-1] == 110
-
-
-# -- admission -----------------------------------------------------------------------------------------------------------------------------
-
-
-def wrong_products(worker: str) -> None:
-    """In this worker's process: one element of every product is wrong by one, from the second product on."""
-    admit = worker_module.Worker.admit
-
-    def on_a_broken_device(self, link, end, alone):
-        if self.worker_id == worker:
-            matmul, done = torch.matmul, itertools.count()
-
-            def wrong(a, b):
-                product = matmul(a, b)
-                product[3, 5] += next(done) > 0
-                return product
-
-            torch.matmul = wrong
-        return admit(self, link, end, alone)
-
-    worker_module.Worker.admit = on_a_broken_device  # type: ignore[method-assign]
-
-
-@pytest.mark.full
-def test_a_device_that_computes_wrongly_is_not_admitted_and_the_next_process_is(tmp_path: Path) -> None:
-    run = finish(config(
-        SFT, tmp_path / "run", "layout.replicas=2", "layout.spares=1", "sft.steps=14", "recovery.heartbeat_s=0.2", "checkpoint.at_end=false",
-        "recovery.restart_attempts=3", "recovery.restart_backoff_s=0.1", "recovery.min_replicas=2",  # the second replica is waited for
-        "faults=[{step: 3, phase: compute, replica: 1}, {step: 8, phase: compute, replica: 0}]",
-    ), host=lambda conf: ForkedHost(conf, prepare=functools.partial(wrong_products, "w3")))
-    (refused,) = run.kind("refused")
-    assert refused["worker"] == "w3" and refused["cause"].startswith("matmul") and refused["checks"]["memory"].startswith("ok")
-    admitted = run.kind("admitted")
-    assert [e["worker"] for e in admitted][:1] == ["w4"] and admitted[0]["checks"].keys() >= {"matmul", "memory"}
-    assert seconds_between(run.kind("restart")[0], refused) < 15.0
-    assert "w3" not in {e["spare"] for e in run.kind("spare_used")} | {e["worker"] for e in run.kind("death")}, "it was nobody yet"
-    assert {e["spare"] for e in run.kind("spare_used")} == {"w2", "w4"}, "the first death did not wait for it"
-    assert_invariants(run, steps=14)
-    assert gone({e.pid for e in run.events if e.who == "w3"})
-
-
-@pytest.mark.full
-def test_at_the_start_all_are_examined_with_their_neighbours_and_one_that_is_unfit_ends_it(tmp_path: Path) -> None:
-    conf = config(SFT, tmp_path / "run", "layout.replicas=2", "layout.spares=1", "sft.steps=8", "watch.admission=all", "watch.admission_s=0.05")
-    with pytest.raises(Unfit, match=r"w1 on .* matmul: .* wrong elements"):
-        run_recipe(conf, host=lambda c: ForkedHost(c, prepare=functools.partial(wrong_products, "w1")))
-    events = read_events(tmp_path / "run" / "events")
-    assert sorted(e["worker"] for e in events if e.event == "admitted") == ["w0", "w2"] and not [e for e in events if e.event == "begin"]
-    (checks,) = [e["checks"] for e in events if e.event == "admitted" and e["worker"] == "w0"]
-    assert checks["all-reduce"].startswith("ok"), "it is not the neighbour's fault"
 
 
 # -- what it costs -------------------------------------------------------------------------------------------------------------------------

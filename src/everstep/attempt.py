@@ -24,7 +24,7 @@ def chosen(config: Config) -> Chosen:
         found = choose(checkpoints_of(config), "auto" if left and not left.cause else config.resume)
     except BadInput as error:
         raise BadInput(f"{error}{f'{chr(10)}  {left.folder}: {left.cause}' if left else ''}") from None
-    if left is None or left.cause or found.step >= left.step:
+    if left is None or left.cause or (found.path is not None and found.step >= left.step):
         skipped = [*found.skipped, *([(left.folder, left.cause or "the checkpoint is as new")] if left else [])]
         return dataclasses.replace(found, skipped=skipped)
     return Chosen(config.resume, left.folder, left.step, found.skipped)
@@ -33,9 +33,10 @@ def chosen(config: Config) -> Chosen:
 def prepare(config: Config, clean: bool) -> tuple[RunDir, Chosen]:
     """Raises BadInput; what is refused leaves no folder."""
     found = chosen(config)
+    checkpoints_only = dataclasses.replace(found, skipped=[s for s in found.skipped if not flushed.is_flushed(s[0])])  # as long as they are there
     run_dir = prepare_run_dir(config, clean)
     flushed.sweep(run_dir.path, found.path)
     if config.resume != "never":
-        adopt(checkpoints_of(config), dataclasses.replace(found, skipped=[s for s in found.skipped if not flushed.is_flushed(s[0])]))
+        adopt(checkpoints_of(config), checkpoints_only)
     config_files.save(config, run_dir.configs / "resolved.yaml")
     return run_dir, found

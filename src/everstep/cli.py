@@ -272,8 +272,10 @@ def report(
     from everstep.telemetry.dashboard.report import write
     from everstep.telemetry.dashboard.story import tell
     from everstep.telemetry.report import summary_table
+    from everstep.telemetry.status import headline
 
     story = tell(run)
+    _console().print(headline(story.status), *([story.status.cause] if story.status.cause else []), sep="\n", markup=False, highlight=False)
     _console().print(summary_table(story.events))
     for path in write(story):
         print(path)
@@ -301,8 +303,8 @@ def status(
 def doctor(
     folders: Annotated[list[str] | None, typer.Argument(metavar="[FOLDER]...", help="Where a run would write.", show_default=False)] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    processes: Annotated[int, typer.Option(min=1, help="Of the all-reduce on the CPU; on GPUs one each.")] = 2,
-    seconds: Annotated[float, typer.Option(min=0.0, help="For each measurement.")] = 1.0,
+    processes: Annotated[int, typer.Option(min=1, max=256, help="Of the all-reduce on the CPU; on GPUs one each.")] = 2,
+    seconds: Annotated[float, typer.Option(min=0.0, max=3600.0, help="For each measurement.")] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     debug: Debug = False,
 ) -> None:

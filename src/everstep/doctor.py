@@ -16,7 +16,7 @@ import queue
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,7 +57,7 @@ def examine(device: str, folders: Sequence[str], processes: int = 2, seconds: fl
     found += [guarded("disk", folder, lambda f=folder: disk(Path(f))) for folder in folders]  # type: ignore[misc]
     found.append(guarded("host", socket.gethostname(), lambda: _signs("host", socket.gethostname(), host_signs(folders), "memory and room on disks")))
     lines = kernel_log()
-    found.append(_signs("kernel log", socket.gethostname(), kernel_signs(lines), f"{len(lines)} lines") if lines
+    found.append(_signs("kernel log", socket.gethostname(), [_lasting(sign) for sign in kernel_signs(lines)], f"{len(lines)} lines") if lines
                  else Found("kernel log", socket.gethostname(), "skipped", "may not be read (dmesg)", {}))
     nvml = load_nvml()
     found.append(guarded("nvml", "all GPUs", lambda: _signs("nvml", "all GPUs", gpu_signs(nvml), "every GPU answers")) if nvml
@@ -75,6 +75,13 @@ def guarded(name: str, device: str, check: Callable[[], Found]) -> Found:
         return check()
     except (RuntimeError, OSError, ValueError, EverstepError) as error:
         return Found(name, device, "bad", f"{type(error).__name__}: {first_line(error)}", {})
+
+
+def _lasting(sign: Sign) -> Sign:
+    """A line of the kernel's log may be months old: a device that was broken is so still, but a link that was down, a file server that did not
+    answer or a process that was too large say nothing of this machine now."""
+    passing = sign.kind in ("network", "dependency") or "out of memory" in sign.what
+    return replace(sign, severity="warning") if passing and sign.severity == "bad" else sign
 
 
 def _signs(name: str, device: str, signs: Sequence[Sign], when_none: str) -> Found:

@@ -222,6 +222,10 @@ def _run(
         if group and not isinstance(error, InvariantViolated):  # a state that is not what it should be is nothing to go on from
             group.flush_copies()
         raise
+    except Exception as error:  # a bug of ours: it comes with its traceback, and whoever looks at the run shall see what ended it
+        if own_events:
+            own_events.emit("error", error=type(error).__name__, message=f"{type(error).__name__}: {error}")
+        raise
     finally:
         interrupts.ignored = True
         with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails

@@ -158,6 +158,8 @@ def open_run_dir(path: str | Path) -> RunDir:
     """The latest attempt of an existing run, for looking at it. BadInput if there was none."""
     folder = local_folder(path)
     attempts = _attempts(folder)
+    if not folder.exists():
+        raise BadInput(f"{folder}: there is no such folder")
     if not attempts:
         raise BadInput(f"{folder}: not a run folder (no logs/attempt-N)")
     return RunDir(folder, max(attempts))

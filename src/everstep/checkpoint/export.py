@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import prod
@@ -21,6 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from everstep import scratch
 from everstep.checkpoint.choose import at_address
 from everstep.checkpoint.index import Index
 from everstep.checkpoint.sharded import CODES, safetensors_header, whole_tensor
@@ -62,17 +62,17 @@ def described(config: Config) -> dict[str, bytes]:
     for part, hf_config in whose.items():
         hf_config = copy.deepcopy(hf_config)
         hf_config.dtype = getattr(torch, config.model.dtype)  # else a reader would cast to what the original was stored in
-        with tempfile.TemporaryDirectory(prefix="everstep-model-") as folder:
+        with scratch.folder("model") as folder:
             hf_config.save_pretrained(folder)
             sources.load_tokenizer(config.model).save_pretrained(folder)
-            files |= {f"{DESCRIBED[part]}/{path.name}": path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+            files |= {f"{DESCRIBED[part]}/{path.name}": path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
     return files
 
 
 def read_config(folder: Path) -> Config:
     """The configuration of the run that made a checkpoint."""
-    with storage_errors("reading", folder / CONFIG), tempfile.TemporaryDirectory(prefix="everstep-config-") as temporary:
-        copied = Path(temporary) / CONFIG
+    with storage_errors("reading", folder / CONFIG), scratch.folder("config") as temporary:
+        copied = temporary / CONFIG
         copied.write_bytes(read_file(folder / CONFIG))
         return load_config(copied)
 

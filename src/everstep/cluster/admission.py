@@ -3,22 +3,28 @@
 
 Products with a known result, a pattern written, copied and read back, and a sum with an idle spare, over a link like those of the run. Nobody
 but the start of that process waits for it. One that fails is ended, never given a place, and told as a ``refused`` event.
+
+Without Ray there are no spares: the ranks of a replica that is started anew examine their devices and sum with each other, before their replica
+joins (:func:`admit_replica`). If one fails none of them joins, and torchrun does not start them again: it has no other device.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from everstep.cluster.exchange import gather_objects
 from everstep.cluster.host import Host, ProcessEnded
 from everstep.config.watch_schema import WatchConfig
 from everstep.doctor import Found, Unfit, guarded, matmul, memory
-from everstep.errors import DeadlineExceeded, EverstepError, LinkBroken
+from everstep.errors import DeadlineExceeded, EverstepError, LinkBroken, ReplicaBroken
 from everstep.recovery.link import Link
 
 LOG = logging.getLogger(__name__)
@@ -40,6 +46,47 @@ def examine(
     if neighbour:
         found.append(guarded("device", str(device), lambda: _sum(device, connect(*neighbour), neighbour[1])))
     return [{"name": f.name, "state": f.state, "told": f.told, "measured": f.measured} for f in found]
+
+
+def admit_replica(config: WatchConfig, device: torch.device, worker: str, anew: bool, note: Callable[..., None], secret: str) -> None:
+    """launcher=local: called by every rank of a replica, in torch's world of it. Raises Unfit, the same on all of them, if a device failed;
+    ReplicaBroken if one of them is gone. ``anew``: the run goes on already. ``note(event, **fields)``: emits an event."""
+    if config.admission == "never" or (config.admission == "restarts" and not anew):
+        return
+    begun = time.monotonic()
+    found = examine(device, config.admission_s, None, _no_link, True)
+    if dist.get_world_size() > 1:
+        total = _sum_inside(device)
+        found.append({"name": total.name, "state": total.state, "told": total.told, "measured": total.measured})
+    bad, checks, node = _said(found), _checks(found), socket.gethostname()
+    if bad:
+        note("refused", worker=worker, node=node, checks=checks, cause=bad)
+    else:
+        note("admitted", worker=worker, seconds=time.monotonic() - begun, checks=checks)
+    if unfit := [text for text in gather_objects(_sentence(worker, node, bad) if bad else "", secret) if text]:
+        raise Unfit("; ".join(unfit))
+
+
+def _sum_inside(device: torch.device) -> Found:
+    """Of known numbers, over all ranks of this replica."""
+    size = dist.get_world_size()
+    total, begun = torch.full((_NUMEL,), float(dist.get_rank() + 1), device=device), time.monotonic()
+    try:
+        work = dist.all_reduce(total, async_op=True)
+        while not work.is_completed():
+            if time.monotonic() - begun > _START_S:
+                raise ReplicaBroken(f"the sum with the other ranks of this replica, to admit them, did not end in {_START_S:g} s")
+            time.sleep(0.001)
+        work.wait()
+    except RuntimeError as error:
+        raise ReplicaBroken(f"a rank of this replica is gone: {str(error).splitlines()[0]}") from error
+    wrong = int((total != size * (size + 1) / 2).sum())
+    rate = 2 * (size - 1) / size * 4 * _NUMEL / (time.monotonic() - begun) / 1e9
+    return Found("all-reduce", str(device), "bad" if wrong else "ok", f"with the other ranks of its replica: {wrong} wrong elements", {"bus_gb_per_s": rate})
+
+
+def _no_link(name: str, me: int) -> Link:
+    raise AssertionError(f"{name}: nobody was named to sum with")
 
 
 def _sum(device: torch.device, link: Link, me: int) -> Found:
@@ -126,14 +173,26 @@ class Admission:
         return found
 
     def _judge(self, worker: str, found: Sequence[Mapping[str, Any]], begun: float) -> None:
-        bad = "; ".join(f"{f['name']}: {f['told']}" for f in found if f["state"] == "bad")
-        checks = {f["name"]: " ".join([f["state"], *(f"{value:.3g} {name}" for name, value in f["measured"].items())]) for f in found}
+        bad, checks = _said(found), _checks(found)
         if not bad:
             self._note("admitted", worker=worker, seconds=time.monotonic() - begun, checks=checks)
             return
         host = self._host.infos[worker].host
         self._note("refused", worker=worker, node=host, checks=checks, cause=bad)
-        raise Unfit(f"{worker} on {host} is not fit to take part: {bad}; run `everstep doctor` there")
+        raise Unfit(_sentence(worker, host, bad))
+
+
+def _said(found: Sequence[Mapping[str, Any]]) -> str:
+    """What is wrong; empty if nothing is."""
+    return "; ".join(f"{f['name']}: {f['told']}" for f in found if f["state"] == "bad")
+
+
+def _checks(found: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    return {f["name"]: " ".join([f["state"], *(f"{value:.3g} {name}" for name, value in f["measured"].items())]) for f in found}
+
+
+def _sentence(worker: str, node: str, bad: str) -> str:
+    return f"{worker} on {node} is not fit to take part: {bad}; run `everstep doctor` there"
 
 
 def _bad(told: str) -> dict[str, Any]:

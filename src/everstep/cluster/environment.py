@@ -2,10 +2,10 @@
 
 Both launchers give every rank
 
-    RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT    of its own replica (a replica is its own
-    torch.distributed world) EVERSTEP_REPLICA EVERSTEP_EPOCH                       which replica, and the
-    view epoch it was formed in OMP_NUM_THREADS                                       1, unless the user
-    says otherwise what the configuration's ``env`` says                 for spares too
+    RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT    of its own replica (a replica is its own torch.distributed world)
+    EVERSTEP_REPLICA EVERSTEP_EPOCH                       which replica, and the view epoch it was formed in
+    OMP_NUM_THREADS                                       1, unless the user says otherwise
+    what the configuration's ``env`` says                 for spares too
 
 No torch here: this is read before anything heavy is imported.
 """
@@ -37,6 +37,8 @@ RESERVED = frozenset(
         "CUDA_VISIBLE_DEVICES",
     }
 )
+#: The secret that a lighthouse and its ranks share.
+LIGHTHOUSE_TOKEN = "EVERSTEP_LIGHTHOUSE_TOKEN"
 RESERVED_PREFIXES = ("EVERSTEP_", "TORCHELASTIC_", "RAY_")
 
 

@@ -108,7 +108,7 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 def replica_secret() -> str:
     """What ``everstep train``, ``everstep up`` or the operator gave every rank of a replica under torchrun; empty under a plain one."""
-    from everstep.cluster.lighthouse import TOKEN_VARIABLE
+    from everstep.cluster.environment import LIGHTHOUSE_TOKEN
     from everstep.cluster.orphans import TOKEN
 
-    return os.environ.get(TOKEN_VARIABLE) or os.environ.get(TOKEN, "")
+    return os.environ.get(LIGHTHOUSE_TOKEN) or os.environ.get(TOKEN, "")

@@ -32,6 +32,7 @@ from typing import Any
 from everstep import attempt
 from everstep.checkpoint.choose import Chosen
 from everstep.checkpoint.storage import local_folder
+from everstep.cluster.environment import LIGHTHOUSE_TOKEN
 from everstep.cluster.processes import signal_pid
 from everstep.cluster.served_run import ANSWER_WITHIN_S, ServedRun, Start, differing_keys, digest_of
 from everstep.config.schema import Config
@@ -42,7 +43,6 @@ from everstep.recovery.view import Member
 from everstep.run_dir import RunDir
 
 DEFAULT_PORT = 29510  # torchft's
-TOKEN_VARIABLE = "EVERSTEP_LIGHTHOUSE_TOKEN"
 _HELLO_S = 10.0
 _PORTS = 1 << 16  # a lighthouse has three, next to each other
 _SURVIVORS_S = 10.0  # that a run begun anew in a folder waits for members of the last one, if that was not ended in order
@@ -133,7 +133,7 @@ class Lighthouse:
         try:
             hello = wire.receive(sock)
             if not hmac.compare_digest(str(hello.get("token", "")), self._token):
-                wire.send(sock, {"type": "over", "error": "BadInput", "message": f"the lighthouse has another secret ({TOKEN_VARIABLE})"})
+                wire.send(sock, {"type": "over", "error": "BadInput", "message": f"the lighthouse has another secret ({LIGHTHOUSE_TOKEN})"})
                 sock.close()
                 return
             sock.settimeout(None)
@@ -401,10 +401,10 @@ def serve(
         raise BadInput(f"--port {port}: this one and the two after it must be port numbers, below {_PORTS}")
     if min_replicas < 1:
         raise BadInput(f"--min-replicas {min_replicas}: a run begins with one replica at least")
-    token = os.environ.get(TOKEN_VARIABLE, "")
+    token = os.environ.get(LIGHTHOUSE_TOKEN, "")
     if not token and bind not in ("127.0.0.1", "localhost", "::1"):
         raise BadInput(
-            f"--bind {bind}: whoever reaches the lighthouse's ports can make the ranks run any code; set {TOKEN_VARIABLE} to a secret, here "
+            f"--bind {bind}: whoever reaches the lighthouse's ports can make the ranks run any code; set {LIGHTHOUSE_TOKEN} to a secret, here "
             "and for every replica"
         )
     quieten_torchft()

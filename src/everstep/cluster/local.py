@@ -35,7 +35,7 @@ from everstep.checkpoint.choose import Chosen
 from everstep.checkpoint.saving import RankOf, SavedRun, Saver, WriterLost
 from everstep.checkpoint.storage import CheckpointError
 from everstep.checkpoint.writer import Ticket
-from everstep.cluster import environment
+from everstep.cluster import admission, environment
 from everstep.cluster.agents import keep_here
 from everstep.cluster.device import choose_device
 from everstep.cluster.dispatch import Rank, get_dispatch, ranks_of
@@ -43,7 +43,7 @@ from everstep.cluster.exchange import broadcast_object, gather_objects, replica_
 from everstep.cluster.formation import Formation
 from everstep.cluster.group import StepResult
 from everstep.cluster.head import Head, Presence
-from everstep.cluster.lighthouse import TOKEN_VARIABLE, Lighthouse, Ports, read_result
+from everstep.cluster.lighthouse import Lighthouse, Ports, read_result
 from everstep.cluster.meeting import Meeting, open_store
 from everstep.cluster.processes import die_with_parent
 from everstep.cluster.results import combine, compare_hashes
@@ -144,7 +144,7 @@ def enter(config: Config, clean: bool, watching: Watching) -> Entry:
     if env.rank == 0:
         try:
             entry = _register(config, clean, env, watching)
-            if not config.replica.id:
+            if config.replica.id is None:  # else the lighthouse does
                 watching.begin(entry.run_dir, own_log=False)
             head, lighthouse = entry.head, entry.lighthouse
             entry.head = entry.lighthouse = None  # of this process only
@@ -159,8 +159,13 @@ def enter(config: Config, clean: bool, watching: Watching) -> Entry:
     return came
 
 
+def _restarts() -> int:
+    """How often this replica was started anew: by torchrun, and by ``everstep up``."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(os.environ.get("EVERSTEP_RESTARTS", "0"))
+
+
 def _register(config: Config, clean: bool, env: environment.RankEnvironment, watching: Watching) -> Entry:
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(os.environ.get("EVERSTEP_RESTARTS", "0"))
+    restarts = _restarts()
     lighthouse: Lighthouse | None = None
     if config.replica.id is None:
         token = secrets.token_hex(16)
@@ -168,7 +173,7 @@ def _register(config: Config, clean: bool, env: environment.RankEnvironment, wat
         lighthouse = Lighthouse(listener, env.master_addr, token, quorum=False, offer=watching.alerts.offer)
         address, wait_s = lighthouse.address, 60.0
     else:
-        token = os.environ.get(TOKEN_VARIABLE, "")
+        token = os.environ.get(environment.LIGHTHOUSE_TOKEN, "")
         address, wait_s = Ports.parse(environment.lighthouse_address(config)).coordinator, config.lighthouse.wait_s
         if (port := environment.manager_port()) and not restarts:  # of what a former life left there the end is waited for
             check_port_free(port, "TORCHFT_MANAGER_PORT", host="")
@@ -218,6 +223,7 @@ class LocalGroup(Verbs):
             diagnosis.register(own_log.with_suffix(".stacks"))
         self.events = EventLog(entry.run_dir.events / f"{workers[self._rank]}.jsonl", workers[self._rank])
         beat.start(workers[self._rank], choose_device(config))
+        admission.admit_replica(config.watch, choose_device(config), workers[self._rank], entry.join or _restarts() > 0, self.events.emit, replica_secret())
         if os.environ["LOCAL_RANK"] == "0" and (agent := keep_here(config, entry.run_dir, entry.coordinator, entry.token)):
             self.closing.callback(agent.close)
         self._worker = Worker(config, workers[self._rank], choose_device(config), self._control, entry.store, self.events,

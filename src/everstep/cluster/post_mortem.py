@@ -48,7 +48,11 @@ class PostMortem:
     def _loop(self) -> None:
         while (death := self._queue.get()) is not None:
             time.sleep(_SETTLE_S)
-            found = self._examine(death.info)
+            try:
+                found = self._examine(death.info)
+            except Exception as error:  # whatever is wrong with that node: the death is classified without it, and so are those that follow
+                LOG.exception("what %s died of could not be examined", death.info.worker_id)
+                found = {"missing": f"its node could not be examined ({type(error).__name__}: {error})"}
             stuck = found.get("stuck") or {}
             verdict = classify(death.cause, death.info.pid, [Sign(**sign) for sign in found.get("signs", ())], death.suspected, stuck.get("what", ""))
             more = [f"stuck {stuck['what']}: {stuck['why']}"] if stuck else []

@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from everstep.cluster.orphans import TOKEN, Watch
+from everstep.cluster.orphans import TOKEN, Watch, kill_all
 from everstep.cluster.processes import signal_pid
 from everstep.config.schema import Config
 from everstep.errors import (
@@ -48,12 +48,15 @@ def start_head(token: str, folder: str, processes: int) -> str:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     _private_ray()
-    done = subprocess.run(
-        [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}",
-         f"--num-cpus={max(processes + 1, os.cpu_count() or 1)}", "--include-dashboard=false", f"--object-store-memory={512 << 20}",
-         f"--temp-dir={folder}", "--disable-usage-stats"],
-        env=os.environ | {TOKEN: token}, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=_HEAD_S,
-    )
+    command = [
+        sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}",
+        f"--num-cpus={max(processes + 1, os.cpu_count() or 1)}", "--include-dashboard=false", f"--object-store-memory={512 << 20}",
+        f"--temp-dir={folder}", "--disable-usage-stats",
+    ]
+    try:
+        done = subprocess.run(command, env=os.environ | {TOKEN: token}, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=_HEAD_S)
+    except subprocess.TimeoutExpired as error:
+        raise WorkerFailed(f"`ray start --head` did not return within {_HEAD_S:g} s: is the machine busy?") from error
     if done.returncode:
         raise WorkerFailed(f"`ray start --head` failed: {(done.stderr or done.stdout).strip()[-300:]}")
     return f"127.0.0.1:{port}"
@@ -86,6 +89,10 @@ def start_ray(config: Config, processes: int) -> Callable[[], None]:
             try:
                 context: Any = ray.init(num_cpus=max(processes + 1, os.cpu_count() or 1), include_dashboard=False,
                                         object_store_memory=512 << 20, _node_ip_address="127.0.0.1", **_QUIET)
+            except Exception as error:  # of a type of its own for none of what may be wrong
+                ray.shutdown()
+                kill_all(token)
+                raise WorkerFailed(f"Ray did not start on this machine: {first_line(error)}") from error
             finally:
                 del os.environ[TOKEN]
             watch.also_of(context.address_info["session_dir"])

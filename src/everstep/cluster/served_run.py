@@ -45,8 +45,7 @@ from everstep.recovery.view import Kind, Member, Record
 from everstep.run_dir import RunDir
 from everstep.telemetry.diagnosis import Diagnosis
 from everstep.telemetry.events import EventLog, read_events
-from everstep.telemetry.status import Pulse
-from everstep.telemetry.window import Window
+from everstep.telemetry.watching import Watching
 
 TICK_S = 0.1
 LAST_WORDS_S = 2.0  # for ranks that are told the end, to hear it and go
@@ -105,7 +104,8 @@ class ServedRun:
         written = read_events(run_dir.events) if go_on else []
         self._noted = takeover.noted(written)
         self._members_before: tuple[Member, ...] = ()  # under the lighthouse before
-        self._events = EventLog(run_dir.events / "lead.jsonl", "lead", offer)
+        self._watching = Watching(config) if store_port is not None else None  # of one replica alone its rank 0 does this
+        self._events = EventLog(run_dir.events / "lead.jsonl", "lead", self._watching.alerts.offer if self._watching else offer)
         everybody = self.layout.replicas
         coordinator = coordinator_of(config, self._log.incarnation)
         self._minimum = everybody if recovery.mode == "wait" else min(max(coordinator.min_replicas, min_replicas), everybody)  # to begin
@@ -129,13 +129,29 @@ class ServedRun:
         if not go_on:
             self._events.emit("run_start", step=chosen.step, attempt=run_dir.attempt, recipe=config.recipe, launcher="local",
                               replicas=everybody, spares=0)
-        # Of one replica alone its rank 0 does this.
-        self._pulse = Pulse(run_dir.path, run_dir.attempt, self.status) if store_port is not None else None
-        self._window = Window(run_dir.path, address[0]) if store_port is not None else None
-        if self._window:
-            say(f"from elsewhere: everstep dashboard {self._window.address}")
+        if self._watching:
+            self._show(self._watching, address[0], go_on)
         self._thread = threading.Thread(target=self._watch, name="lighthouse-watch", daemon=True)
         self._thread.start()
+
+    def _show(self, watching: Watching, host: str, go_on: bool) -> None:
+        """A lighthouse that takes over waits for no dashboard, and needs none. Raises BadInput, at the start of a run, if it cannot listen."""
+        def begin() -> None:
+            watching.begin(self.run_dir, own_log=False)
+            if watching.dashboard:
+                self._say(f"dashboard: {watching.dashboard}")
+
+        def begin_again() -> None:
+            try:
+                begin()
+            except BadInput as error:
+                self._say(str(error))
+
+        if go_on:
+            threading.Thread(target=begin_again, name="dashboard-again", daemon=True).start()
+        else:
+            begin()
+        self._say(f"from elsewhere: everstep dashboard {watching.follow(self.run_dir, self.status, host)}")
 
     # -- requests of the replicas' heads ------------------------------------------------------------------------------------
 
@@ -292,14 +308,12 @@ class ServedRun:
         self.server.tell_end(error)
         if self.failure:
             self._events.emit("error", error=type(self.failure).__name__, message=str(self.failure))
-        if self._pulse:
-            self._pulse.close()
         self._events.emit("run_end", status=status)  # first: whoever ends us may not wait for the rest
-        if self._window:
-            self._window.close()
         self._log.end()
         self.server.await_departures(LAST_WORDS_S)
         self._say(f"the run in {self.run_dir.path} is {status}" + (f": {self.failure}" if self.failure else ""))
+        if self._watching:
+            self._watching.close()
         self.agents.close()
         self._post_mortem.close()
         self.server.close()

@@ -26,12 +26,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from everstep import scratch
 from everstep.cluster import environment
 from everstep.cluster.environment import inside_torchrun, worker_environment
 from everstep.cluster.orphans import TOKEN, kill_all
@@ -60,9 +60,8 @@ RESTARTED = (ReplicaBroken, Fenced, DeadlineExceeded)
 _HOST = "127.0.0.1"
 _POLL_S = 0.05
 _GRACE_S = 40.0  # torchrun gives its workers 30 s to end after a signal
-#  Of several exit codes the first of these is the cause: 3 is often only the echo of another rank's end,
-# and 130 too (torchrun
-#: interrupts the others), unless the user did interrupt.
+# Of several exit codes the first of these is the cause: 3 is often only the echo of another rank's end, and 130 too (torchrun interrupts the
+# others), unless the user did interrupt.
 _WORST_FIRST = (4, 2, 1, 3, 130)
 _WORST_FIRST_INTERRUPTED = (4, 2, 1, 130, 3)
 
@@ -93,12 +92,12 @@ def launch(config: Config, program: Sequence[str], say: Callable[[str], None] | 
     if ranks % machines.count:
         raise ConfigError(f"the {ranks} ranks of a replica cannot be shared evenly over {machines.count} machines (PET_NNODES)")
     if machines.count > 1:
-        from everstep.cluster.lighthouse import TOKEN_VARIABLE
+        from everstep.cluster.environment import LIGHTHOUSE_TOKEN
 
-        if not os.environ.get(TOKEN_VARIABLE):
+        if not os.environ.get(LIGHTHOUSE_TOKEN):
             raise BadInput(
                 f"this replica is spread over {machines.count} machines (PET_NNODES or SLURM_NNODES), whose ranks must know each other: set "
-                f"{TOKEN_VARIABLE} to the same secret on all of them, and for the lighthouse"
+                f"{LIGHTHOUSE_TOKEN} to the same secret on all of them, and for the lighthouse"
             )
         rendezvous = [f"--nnodes={machines.count}", f"--node_rank={machines.index}", f"--master_addr={machines.master_addr}",
                       f"--master_port={machines.master_port or config.local.port or DEFAULT_MASTER_PORT}"]
@@ -113,8 +112,8 @@ def launch(config: Config, program: Sequence[str], say: Callable[[str], None] | 
         check_port_free(port, "TORCHFT_MANAGER_PORT", host="")
     arguments = [*rendezvous, f"--nproc_per_node={ranks // machines.count}", f"--max_restarts={restarts}", *program]
     token = secrets.token_hex(16)
-    with tempfile.TemporaryDirectory(prefix="everstep-exit-") as exits:
-        own = {"EVERSTEP_REPLICA": str(config.replica.id or 0), "EVERSTEP_EPOCH": "0", EXIT_DIR: exits, TOKEN: token,
+    with scratch.folder("exit") as exits:
+        own = {"EVERSTEP_REPLICA": str(config.replica.id or 0), "EVERSTEP_EPOCH": "0", EXIT_DIR: str(exits), TOKEN: token,
                _DELAY: str(config.local.restart_delay_s)}
         if several:
             own[_LIGHTHOUSE] = environment.lighthouse_address(config)
@@ -130,8 +129,8 @@ def launch(config: Config, program: Sequence[str], say: Callable[[str], None] | 
         finally:
             kill_all(token)
             agent.wait()
-        code, message = _cause(Path(exits), agent.returncode, bool(interrupted))
-        if code and (final := os.environ.get(FINAL)) and final_report(Path(exits)):
+        code, message = _cause(exits, agent.returncode, bool(interrupted))
+        if code and (final := os.environ.get(FINAL)) and final_report(exits):
             Path(final).touch()
     if message:
         say(message)
@@ -237,10 +236,11 @@ def _agent(arguments: list[str]) -> int:
     api.LocalElasticAgent = _patient_agent(Path(os.environ[EXIT_DIR]), float(os.environ[_DELAY]))  # type: ignore[misc]
     if address := os.environ.get(_LIGHTHOUSE):
         from everstep.cluster import warden
-        from everstep.cluster.lighthouse import TOKEN_VARIABLE, Ports
+        from everstep.cluster.environment import LIGHTHOUSE_TOKEN
+        from everstep.cluster.lighthouse import Ports
 
         replica = int(os.environ["EVERSTEP_REPLICA"])
-        warden.watch(Ports.parse(address).coordinator, os.environ.get(TOKEN_VARIABLE, ""), replica, os.environ[TOKEN])
+        warden.watch(Ports.parse(address).coordinator, os.environ.get(LIGHTHOUSE_TOKEN, ""), replica, os.environ[TOKEN])
     try:
         run.run(run.parse_args(arguments))
     except ChildFailedError as error:

@@ -21,7 +21,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +29,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from everstep import scratch
 from everstep.cluster import environment
-from everstep.cluster.lighthouse import DEFAULT_PORT, TOKEN_VARIABLE, Ports, listen
+from everstep.cluster.lighthouse import DEFAULT_PORT, Ports, listen
 from everstep.cluster.orphans import TOKEN, kill_all
 from everstep.cluster.processes import die_with_parent
 from everstep.cluster.torchrun import FINAL, check_port_free
@@ -124,9 +124,8 @@ def up(config: Config, program: Sequence[str], say: Callable[[str], None]) -> in
         listen(ports.host, port, "of this machine with lighthouse.address or TORCHFT_LIGHTHOUSE").close()
     check_ports_of_replicas(config)
     launch = secrets.token_hex(16)
-    secret = {TOKEN_VARIABLE: os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)}
-    with tempfile.TemporaryDirectory(prefix="everstep-up-") as folder:
-        logs = Path(folder)
+    secret = {environment.LIGHTHOUSE_TOKEN: os.environ.get(environment.LIGHTHOUSE_TOKEN) or secrets.token_hex(16)}
+    with scratch.folder("up") as logs:
         devices = share_devices(config)
         children = [
             Child(
@@ -138,7 +137,7 @@ def up(config: Config, program: Sequence[str], say: Callable[[str], None]) -> in
             for replica, mine in enumerate(devices)
         ]
         lighthouse = Child("lighthouse", lighthouse_command(config, ports), secret | {TOKEN: launch}, logs / "lighthouse.log")
-        supervisor = _Supervisor(config, lighthouse, children, ports, secret[TOKEN_VARIABLE], say)
+        supervisor = _Supervisor(config, lighthouse, children, ports, secret[environment.LIGHTHOUSE_TOKEN], say)
         try:
             return supervisor.run()
         finally:

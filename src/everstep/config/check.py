@@ -20,7 +20,7 @@ from everstep.cluster.environment import (
     manager_port,
 )
 from everstep.cluster.torchrun import check_port_free
-from everstep.config import derive, rollouts, semisync
+from everstep.config import derive, rollouts, semisync, watching
 from everstep.config.schema import Config, Fault, OptimizerConfig
 from everstep.data.functions import check_arguments, load_function
 from everstep.data.source import REASONING_GYM, is_path
@@ -62,6 +62,7 @@ def check_plan(config: Config, environ: Mapping[str, str] = os.environ) -> deriv
     _check_recovery(config)
     sizes = derive.sizes(config)
     _check_launcher(config, sizes.layout, environ)
+    watching.check(config, sizes.layout, environ)
     _check_schedule(config, sizes)
     _check_recipe(config)
     rollouts.check(config)
@@ -232,7 +233,7 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
 #: What only launcher=ray obeys: its controller sees every rank's step, and starts processes itself.
 _OF_THE_CONTROLLER = {
     "recovery": ("preemption_file", "rehearse"),
-    "watch": ("straggler_ratio", "straggler_for_s", "replace_stragglers", "admission", "admission_s"),
+    "watch": ("straggler_ratio", "straggler_for_s", "replace_stragglers"),
 }
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import urllib.parse
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from everstep.config.levels import parse_levels
 from everstep.config.section import Section
 
 
@@ -23,8 +25,6 @@ class LogConfig(Section):
     @field_validator("level")
     @classmethod
     def _known(cls, value: str) -> str:
-        from everstep.telemetry.logs import parse_levels
-
         parse_levels(value)
         return value
 
@@ -57,9 +57,21 @@ class AlertConfig(Section):
     def _one_way(self) -> AlertConfig:
         if (self.url is None) == (self.command is None):
             raise ValueError("an alert needs a url or a command, and not both")
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url={self.url}: not a http:// or https:// address")
+        if self.url is not None:
+            _check_url(self.url)
+        if self.command is not None and not all(self.command):
+            raise ValueError(f"command={self.command}: it has an empty part")
         return self
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        fine = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:  # a port that is none
+        fine = False
+    if not fine or any(c.isspace() or not c.isprintable() for c in url):
+        raise ValueError(f"url={url}: not a http:// or https:// address")
 
 
 class WatchConfig(Section):
@@ -103,12 +115,12 @@ class WatchConfig(Section):
     admission: Literal["restarts", "all", "never"] = Field(
         "restarts",
         description="`restarts`: a process that is started while the run goes on (in the place of a dead one, on whatever node) first examines its device, as "
-        "`everstep doctor` does; one that is unfit is ended, and the next place is tried. `all`: the ranks and spares at the start, too; one that is unfit ends the run then. `never`: devices are taken as they are. launcher=ray.",
+        "`everstep doctor` does; one that is unfit is ended, and the next place is tried. `all`: the ranks and spares at the start, too; one that is unfit ends the run then. `never`: devices are taken as they are. With launcher=local the ranks of a replica do it before it joins, and one that is unfit keeps it out.",
     )
     admission_s: float = Field(0.2, ge=0, description="Seconds for each measurement of watch.admission, beside one round of each check.")
     agent_every_s: float = Field(
-        1.0, ge=0, description="Seconds between two looks of a node's agent at its ranks, devices, memory, disks, network links and the kernel's log. "
-        "0: no agents; a death on another node has no evidence of its node then.",
+        1.0, ge=0, description="Seconds between two looks of a node's agent at its ranks, devices, memory, disks, network links and the kernel's log, "
+        "at least 0.05. 0: no agents; a death on another node has no evidence of its node then.",
     )
     stuck_after_s: float = Field(
         10.0, gt=0, description="An agent reports a rank as stuck when no thread of its Python has run for so many seconds, or its device has not answered for "
@@ -119,3 +131,10 @@ class WatchConfig(Section):
         description="Before a rank that hangs or is silent is killed, write the Python stacks of all ranks, and torch's record of their last "
         "collectives, to RUN/diagnosis.",
     )
+
+    @field_validator("agent_every_s")
+    @classmethod
+    def _not_all_the_time(cls, value: float) -> float:
+        if 0 < value < 0.05:
+            raise ValueError("below 0.05 an agent would take much of a core; give 0 for none")
+        return value

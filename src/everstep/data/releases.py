@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from everstep import scratch
 from everstep.data.source import Record
 from everstep.errors import BadInput
 
@@ -92,10 +92,10 @@ def convert(name: str, given: str | None, out: str | os.PathLike[str]) -> dict[s
     if name not in RELEASES:
         raise BadInput(f"everstep data knows {', '.join(RELEASES)}, not {name!r}; parquet and JSON lines of your own need no conversion")
     release, folder = RELEASES[name], Path(out).expanduser()
-    with tempfile.TemporaryDirectory(prefix="everstep-data-") as scratch:
+    with scratch.folder("data") as downloads:
         tables = {}
         for split, (file, address) in release.files.items():
-            path = _obtain(given, file, address, Path(scratch))
+            path = _obtain(given, file, address, downloads)
             tables[split] = _converted(release, split, _read(path, file), file)
         if folder.exists() and not folder.is_dir():
             raise BadInput(f"{folder} is not a folder; give one for train.parquet and test.parquet")
@@ -103,11 +103,11 @@ def convert(name: str, given: str | None, out: str | os.PathLike[str]) -> dict[s
         return {split: _write(rows, folder / f"{split}.parquet") for split, rows in tables.items()}
 
 
-def _obtain(given: str | None, file: str, address: str, scratch: Path) -> Path:
+def _obtain(given: str | None, file: str, address: str, folder: Path) -> Path:
     if given is None:
-        return _download(address, scratch / file)
+        return _download(address, folder / file)
     if given.startswith(("http://", "https://")):
-        return _download(f"{given.rstrip('/')}/{file}", scratch / file)
+        return _download(f"{given.rstrip('/')}/{file}", folder / file)
     path = Path(given).expanduser() / file
     if not path.is_file():
         raise BadInput(f"{path} does not exist; INPUT is a folder with the original files ({file}), or leave it out to download them")

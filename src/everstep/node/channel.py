@@ -30,7 +30,7 @@ from everstep.node.senses import Senses
 from everstep.recovery import rendezvous, wire
 from everstep.telemetry.events import EventLog
 
-LOG = logging.getLogger(__name__)
+LOG = logging.getLogger("everstep.node.channel")  # also where this is the main module
 ANOTHER = 3          # exit status: this node has an agent for the run already
 _CONNECT_S = 5.0
 _SEND_S = 2
@@ -227,7 +227,11 @@ def main(spec: AgentSpec) -> int:
     from everstep.telemetry import logs
 
     logs.start(Path(spec.run_dir) / "logs" / f"attempt-{spec.attempt}" / f"agent-{_plain(spec.node)}.jsonl", f"agent-{_plain(spec.node)}", "info", 1 << 20, 1, dict)
-    return serve(spec)
+    try:
+        return serve(spec)
+    except Exception:  # nobody reads its standard error; whoever keeps it starts another one
+        LOG.exception("the agent of %s ends", spec.node)
+        return 1
 
 
 if __name__ == "__main__":

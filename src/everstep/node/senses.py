@@ -96,12 +96,15 @@ def _oom_kills(file: Path) -> int:
 
 
 class Links:
-    """Network interfaces that have a link: one that loses it, or makes errors since the last look."""
+    """Network interfaces of this machine that have a link: one that loses it, or makes errors since the last look.
+
+    Those are the ones with hardware, and the one behind the default route (in a container that has none). Bridges and ends of other
+    containers come and go on a healthy machine."""
 
     _COUNTERS = ("rx_errors", "tx_errors", "rx_crc_errors", "tx_carrier_errors")
 
-    def __init__(self, root: str = "/sys/class/net"):
-        self._root = Path(root)
+    def __init__(self, root: str = "/sys/class/net", routes: str = "/proc/net"):
+        self._root, self._routes = Path(root), Path(routes)
         self._errors: dict[str, int] = {}
         self._had_carrier: set[str] = set()
         self.look()
@@ -112,9 +115,10 @@ class Links:
             names = sorted(os.listdir(self._root))
         except OSError:
             return []
+        routed = self._default_routes()
         for name in names:
             folder = self._root / name
-            if name == "lo" or not (folder / "statistics").is_dir():
+            if not (folder / "device").exists() and name not in routed | self._had_carrier:
                 continue
             carrier = _number(folder / "carrier")  # of an interface that is switched off there is none to read
             if carrier:
@@ -129,6 +133,19 @@ class Links:
         for name in sorted(self._had_carrier - set(names)):
             found.append(Sign("network", "bad", f"network link {name} is gone", name))
         return found
+
+    def _default_routes(self) -> set[str]:
+        """Interfaces to everywhere, of IPv4 and IPv6."""
+        rows = [(file, line.split()) for file in ("route", "ipv6_route") for line in _lines(self._routes / file)]
+        return {row[0] if file == "route" else row[-1] for file, row in rows if len(row) > 7
+                and (row[1] == row[7] == "00000000" if file == "route" else row[0] == "0" * 32 and row[1] == "00")} - {"lo"}
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
 
 
 def _number(file: Path) -> int:

@@ -6,6 +6,7 @@ deadline; what fails is logged and counted, never raised.
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import os
@@ -13,7 +14,6 @@ import queue
 import subprocess
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -96,7 +96,7 @@ class _Hook:
             deliver: Callable[[dict[str, Any]], None] = self._post if self._config.url else self._run
             try:
                 deliver(told)
-            except (OSError, urllib.error.URLError, subprocess.SubprocessError, ValueError) as error:
+            except (OSError, http.client.HTTPException, subprocess.SubprocessError, ValueError) as error:  # URLError is an OSError
                 LOG.warning("alert %s to %s failed: %s", kind, self._name, error)
 
     def _post(self, told: dict[str, Any]) -> None:

@@ -283,8 +283,8 @@ EVENTS: dict[str, EventKind] = {
         "replica rank action found",
         step=True,
     ),
-    "admitted": _kind("lead", "A new process examined its device (watch.admission) and may become a spare; `checks`: state and numbers of each.", "worker seconds checks"),
-    "refused": _kind("lead", "A new process was ended, because its device failed a check (`cause`); the next place is tried.", "worker node checks cause"),
+    "admitted": _kind("both", "A new process examined its device (watch.admission) and may become a spare, or with launcher=local join with its replica; `checks`: state and numbers of each.", "worker seconds checks"),
+    "refused": _kind("both", "A new process was ended, because its device failed a check (`cause`); the next place is tried (launcher=local: its replica stays out).", "worker node checks cause"),
     "spike": _kind("lead", "A loss or gradient norm jumped; `usual`: the median of the steps before.", "metric value usual", step=True),
     "failure": _kind(
         "lead",

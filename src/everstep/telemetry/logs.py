@@ -3,8 +3,7 @@
 A line is a JSON object: ``t_wall`` (seconds since 1970), ``who``, ``pid``, ``level``, ``module``, ``message``, and where the process
 was: ``replica``, ``rank``, ``step``, ``phase``; an exception comes with its ``traceback``. What libraries print stays in ``rank-NNN.log``.
 
-Levels, from the weakest: ``log.level``, ``EVERSTEP_LOG``. Both have the form ``info,recovery=debug``: a level for everything, then
-levels for modules below ``everstep`` (``recovery``, ``cluster.worker``), of which the longest that fits counts.
+Levels, from the weakest: ``log.level``, ``EVERSTEP_LOG``. Both have the form of :mod:`everstep.config.levels`.
 """
 
 from __future__ import annotations
@@ -18,25 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from everstep.config.levels import LEVELS, ROOT, parse_levels
 from everstep.config.schema import Config
 from everstep.errors import BadInput
 from everstep.run_dir import open_run_dir
 from everstep.telemetry.events import Event, read_events, to_json
 
-LEVELS = ("debug", "info", "warning", "error")
-ROOT = "everstep"
 ENVIRONMENT = "EVERSTEP_LOG"
-
-
-def parse_levels(text: str) -> dict[str, str]:
-    """Module -> level; "" is everything. Raises ValueError."""
-    levels: dict[str, str] = {"": "info"}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        module, equals, level = part.rpartition("=")
-        if level.lower() not in LEVELS or (equals and not module):
-            raise ValueError(f"{part!r} is no level: use {', '.join(LEVELS)}, or MODULE=LEVEL as in recovery=debug")
-        levels[module.removeprefix(ROOT + ".")] = level.lower()
-    return levels
 
 
 def chosen_levels(level: str, environ: Mapping[str, str]) -> dict[str, str]:

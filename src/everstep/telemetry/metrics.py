@@ -142,7 +142,7 @@ class Metrics:
         run_dir: the run's folder; lines go to ``metrics.jsonl``, tables of samples to ``samples/``.
         trackers: where else they go (``trackers.open_trackers``); closed with this.
 
-    When a run resumes and logs a step again, ``read_metrics`` takes the newest line of it.
+    Lines are only ever appended: of a step that is made again, after a resume or a rollback, both stay (:func:`read_metrics`).
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], trackers: Sequence[Tracker] = ()):
@@ -189,16 +189,22 @@ class Metrics:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:
-    """The rows of a ``metrics.jsonl``, one per step in order of steps. What was logged of a step in several lines, one after the other, is one
-    row; of a step that was made again, by a later attempt, the newest row counts.
+    """The rows of a ``metrics.jsonl``, one per step in order of steps.
+
+    What was logged of a step in several lines, one after the other, is one row (an evaluation after the step's own). A step that was made
+    again stands in the file again: its newest row counts, for it is what the weights went on from, and nothing of the row before is mixed in.
+    A line begins a row anew if lines of other steps stand between, or if it repeats a metric.
 
     Rows hold ``step`` and ``t_wall`` beside the metrics; numbers that are not finite come back as floats.
     """
     rows: dict[int, dict[str, float]] = {}
     last: int | None = None
     for line in Path(path).read_bytes().split(b"\n")[:-1]:  # what follows the last newline is torn, or nothing
-        row = json.loads(line)
-        before = rows[row["step"]] if row["step"] == last else {}
-        rows[row["step"]] = before | {name: value if name == "step" else float(value) for name, value in row.items()}
-        last = row["step"]
+        said = json.loads(line)
+        step = said["step"]
+        before = rows[step] if step == last else {}
+        if before.keys() & said.keys() - {"step", "t_wall"}:
+            before = {}
+        rows[step] = before | {name: value if name == "step" else float(value) for name, value in said.items()}
+        last = step
     return [rows[step] for step in sorted(rows)]

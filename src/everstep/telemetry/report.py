@@ -82,6 +82,8 @@ def describe(deaths: Sequence[Recovery], books: Account) -> str:
 def describe_time(time: Goodput) -> str:
     """Where the time of all ranks went, in one line."""
     parts = ", ".join(f"{part} {share:.1%}" for part, share in sorted(time.share.items(), key=lambda item: -item[1]) if share >= 0.0005)
+    if not parts:
+        return f"time: {time.wall_s:.1f} s, in which no rank took its place"
     return f"time of all ranks over {time.wall_s:.1f} s: {parts}; ETTR {time.ettr:.1%}; {time.samples_per_second:.2f} committed samples/s"
 
 

@@ -29,6 +29,7 @@ from everstep.telemetry.events import Epoch, Event, epoch_key, read_events
 
 PULSE_S = 1.0
 STALE_S = 5 * PULSE_S  # a pulse that is older says nothing of now
+SILENT_S = 10 * PULSE_S  # of a lead that writes none for so long it is said
 
 #: What a rank does after it wrote this event, until its next one.
 _PHASE_AFTER = {
@@ -207,6 +208,8 @@ def fold(
     result.engines = [worker for worker in warm if worker.startswith("e")]
     result.unavailable = [out[replica] for replica in sorted(out)]
     result.nodes = nodes.now
+    if not result.live:
+        result.spares, result.engines = [], []
     _overlay(result, pulse, lead, now, here and lead.host == socket.gethostname())
     return result
 
@@ -226,10 +229,13 @@ def _overlay(result: RunStatus, pulse: dict[str, Any] | None, lead: Event, now: 
     if (here and not pid_runs(lead.pid)) or (not here and ours and silent_s > 60 * PULSE_S):
         result.state, result.ended = "gone", result.updated
         result.cause = result.cause or "the lead process ended without a word (killed?); continue with resume=auto"
-        result.dashboard = ""
+        result.dashboard, result.spares, result.engines = "", [], []
         for rank in result.ranks:
             rank.phase = "ended" if rank.state == "in" else rank.phase
         return
+    if here and ours and pulse is not None and now - pulse["t_wall"] > SILENT_S:
+        result.cause = (f"nothing was heard of the lead (process {lead.pid} on {lead.host}) for {now - pulse['t_wall']:.0f} s: "
+                        "it is stopped, or its machine is overloaded")
     if not ours or pulse is None or now - pulse["t_wall"] > STALE_S or pulse["attempt"] != result.attempt:
         return
     result.fresh = True
@@ -256,7 +262,7 @@ class Pulse:
     ``refused`` and asked again a second later: looking at a run must not end it.
     """
 
-    def __init__(self, run_dir: Path, attempt: int, ask: Callable[[], dict[str, Any]], dashboard: str = ""):
+    def __init__(self, run_dir: Path, attempt: int, ask: Callable[[], dict[str, Any]], dashboard: Callable[[], str] = lambda: ""):
         self._path, self._attempt, self._ask, self._dashboard = run_dir / "status.json", attempt, ask, dashboard
         self._over = threading.Event()
         self.refused = ""
@@ -271,7 +277,7 @@ class Pulse:
         while True:
             said = self._ask()
             row = {"t_wall": time.time(), "pid": os.getpid(), "host": socket.gethostname(), "attempt": self._attempt,
-                   "dashboard": self._dashboard, **said}
+                   "dashboard": self._dashboard(), **said}
             try:
                 replace_file(self._path, json.dumps(row))
                 self.refused = ""
@@ -292,6 +298,13 @@ def replace_file(path: Path, text: str) -> None:
             temporary.unlink()
 
 
+def headline(state: RunStatus) -> str:
+    """The first line of it."""
+    epoch = ".".join(map(str, epoch_key(state.epoch))) or "none"
+    return (f"{state.state}: {state.recipe}, launcher {state.launcher}, attempt {state.attempt}; step {state.committed_step} committed, "
+            f"epoch {epoch}, {len([m for m in state.members if m not in state.healing])} of {state.replicas} replicas")
+
+
 def describe(state: RunStatus, now: float | None = None) -> Any:
     """What ``everstep status`` prints: a renderable of ``rich``."""
     from rich.console import Group
@@ -299,10 +312,11 @@ def describe(state: RunStatus, now: float | None = None) -> Any:
     from rich.text import Text
 
     now = (time.time() if now is None else now) if state.live else state.updated
-    epoch = ".".join(map(str, epoch_key(state.epoch))) or "none"
-    head = (f"{state.state}: {state.recipe}, launcher {state.launcher}, attempt {state.attempt}; step {state.committed_step} committed, "
-            f"epoch {epoch}, {len([m for m in state.members if m not in state.healing])} of {state.replicas} replicas")
-    lines: list[Any] = [Text(head)]
+    if not state.attempt:
+        return Text(f"{state.state}: nothing was told yet")
+    lines: list[Any] = [Text(headline(state))]
+    if state.state == "starting":
+        lines.append(Text(f"for {_ago(now - state.started)}: {len(state.ranks)} of its ranks have taken their places, {len(state.spares)} processes wait for one"))
     if state.cause:
         lines.append(Text(state.cause))
     table = Table(expand=False)
@@ -318,8 +332,9 @@ def describe(state: RunStatus, now: float | None = None) -> Any:
         lines.append(Text(f"rollout engines: {', '.join(state.engines)}"))
     lines += [Text(line) for node in state.nodes for line in node_states.describe(node)]
     for lost in state.unavailable:
-        lines.append(Text(f"replica {lost.replica} is out for {_ago(now - lost.since)}, since step {lost.step}: rank {lost.replica}/{lost.rank}: "
-                          f"{lost.cause}; waits for {lost.waits_for}"))
+        since = f"is out for {_ago(now - lost.since)}, since step {lost.step}" if state.live else f"was out from step {lost.step} on"
+        waits = f"; waits for {lost.waits_for}" if state.live else ""
+        lines.append(Text(f"replica {lost.replica} {since}: rank {lost.replica}/{lost.rank}: {lost.cause}{waits}"))
     if state.dashboard:
         lines.append(Text(f"dashboard: {state.dashboard}"))
     return Group(*lines)

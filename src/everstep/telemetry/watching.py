@@ -40,7 +40,7 @@ class Watching:
         """``ask``: the group's state, as ``Group.status`` says it. ``host``: the address at which others may look; returns the whole of it."""
         window = Window(run_dir.path, host)
         self._stack.callback(window.close)
-        self._stack.callback(Pulse(run_dir.path, run_dir.attempt, ask, self.dashboard).close)
+        self._stack.callback(Pulse(run_dir.path, run_dir.attempt, ask, lambda: self.dashboard).close)
         return window.address
 
     def close(self) -> None:

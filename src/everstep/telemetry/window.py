@@ -11,20 +11,19 @@ and no orders. The run does nothing but read what was appended; whoever looks wo
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import re
 import secrets
-import shutil
-import tempfile
 import threading
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from everstep import scratch
 from everstep.cluster.endpoint import Endpoint, ask_at
 from everstep.errors import BadInput
 from everstep.run_dir import open_run_dir
@@ -117,7 +116,8 @@ class Mirror:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self.trouble = ""  # why it is not up to date any more
-        self.path = Path(tempfile.mkdtemp(prefix="everstep-watch-"))
+        self._kept = contextlib.ExitStack()
+        self.path = self._kept.enter_context(scratch.folder("watch"))
         try:
             (self.path / "events").mkdir()
             self._sync()
@@ -129,7 +129,7 @@ class Mirror:
         self._over.set()
         if self._thread:
             self._thread.join(5.0)
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._kept.close()
 
     def now(self) -> float:
         """The clock of the run's machine, seconds since 1970."""
@@ -226,7 +226,7 @@ def _get(base: str, order: str, arguments: dict[str, Any]) -> dict[str, Any]:
     try:
         with urllib.request.urlopen(f"{base}/{order}?{urllib.parse.urlencode(arguments)}", timeout=30.0) as answer:
             said = json.loads(answer.read())
-    except (OSError, ValueError, urllib.error.URLError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise BadInput(f"{base}: no dashboard of everstep answers there ({error})") from error
     if not isinstance(said, dict) or not {"files", "data"} & said.keys():
         raise BadInput(f"{base}: no dashboard of everstep answers there")

@@ -13,7 +13,7 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.errors import WorkerFailed
 from everstep.rl.rollout import Sampling, assemble, prompt_tokens
 from everstep.rl.rollout.decoding import Decoder, Pending
-from everstep.rl.rollout.engine import Served, checked, weights_of
+from everstep.rl.rollout.served import Served, checked, weights_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

@@ -26,7 +26,7 @@ from everstep.config.rl_schema import RolloutConfig
 from everstep.errors import WorkerFailed
 from everstep.rl.rollout import Pieces, Response, Sampling
 from everstep.rl.rollout.decoding import Pending
-from everstep.rl.rollout.engine import Served, checked, weights_of
+from everstep.rl.rollout.served import Served, checked, weights_of
 from everstep.rl.rollout.transformers import adapters, end_tokens
 
 if TYPE_CHECKING:

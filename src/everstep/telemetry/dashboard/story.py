@@ -32,6 +32,7 @@ SHARE_OF_A_CORE = 0.05
 
 #: Events that belong to every step; the stream leaves them out, the curves show them.
 _EVERYDAY = frozenset({"begin", "compute", "computed", "link_used", "reduce", "reduced", "vote", "apply", "keep", "obey", "call", "metrics"})
+_OF_AGENTS = frozenset({"agent", "health", "stuck", "quarantine"})  # which their agent writes down, and the lead as well
 #: Curves, in this order, those that the run has: metric, title, unit.
 CURVES = (
     ("critic/score/mean", "reward", ""),
@@ -188,6 +189,10 @@ def timeline(events: Sequence[Event]) -> list[dict[str, Any]]:
         "drop": lambda e: f"{len(e['samples'])} samples dropped: {e['reason']}",
         "failure": lambda e: f"{e['failure_class']}: {'; '.join(e['evidence'])}",
         "diagnosis": lambda e: f"what every rank did: {e['path']}",
+        "stuck": lambda e: f"stuck {e['what']}: {e['why']}",
+        "quarantine": lambda e: f"device {e['index']} of {e['node']} is not used any more: {e['why']}",
+        "health": lambda e: f"{e['node']}: {e['device'] + ': ' if e['device'] else ''}{e['what']}{' (over)' if e['severity'] == 'ok' else ''}",
+        "error": lambda e: str(e["message"]),
         "straggler": lambda e: f"slow in {e['phase']}: {e['ratio']:.2f} times its peers",
         "corruption": lambda e: f"wrong, by {e.get('found', 'comparison')}: {e['action']}",
         "refused": lambda e: f"{e['worker']} on {e['node']} is unfit: {e['cause']}",
@@ -195,13 +200,13 @@ def timeline(events: Sequence[Event]) -> list[dict[str, Any]]:
     }
     return [
         {"t": e.t_wall, "kind": e.event, "step": e.step, "replica": e.get("replica"), "rank": e.get("rank"), "text": words[e.event](e)}
-        for e in events if e.event in words
+        for e in _once(events) if e.event in words
     ]
 
 
 def feed(events: Sequence[Event]) -> list[dict[str, Any]]:
     """The newest events, without those of every step."""
-    told = [e for e in events if e.event not in _EVERYDAY and not (e.event == "commit" and e["kind"] == "apply")][-FEED:]
+    told = [e for e in _once(events) if e.event not in _EVERYDAY and not (e.event == "commit" and e["kind"] == "apply")][-FEED:]
     return [
         {"t": e.t_wall, "who": e.who, "event": e.event, "step": e.step,
          "text": ", ".join(f"{name} {_short(value)}" for name, value in e.fields.items())}
@@ -209,6 +214,16 @@ def feed(events: Sequence[Event]) -> list[dict[str, Any]]:
     ]
 
 
+def _once(events: Sequence[Event]) -> list[Event]:
+    """Without what an agent wrote down and the lead as well, once it was told."""
+    heard = {_said(e) for e in events if e.who == "lead" and e.event in _OF_AGENTS}
+    return [e for e in events if e.event not in _OF_AGENTS or e.who == "lead" or _said(e) not in heard]
+
+
+def _said(event: Event) -> str:
+    return f"{event.event} {sorted(event.fields.items(), key=lambda item: item[0])}"
+
+
 def _short(value: Any) -> str:
-    text = str(value)
+    text = ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."

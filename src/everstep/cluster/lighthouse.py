@@ -34,7 +34,8 @@ from everstep.checkpoint.choose import Chosen
 from everstep.checkpoint.storage import local_folder
 from everstep.cluster.environment import LIGHTHOUSE_TOKEN
 from everstep.cluster.processes import signal_pid
-from everstep.cluster.served_run import ANSWER_WITHIN_S, ServedRun, Start, differing_keys, digest_of
+from everstep.cluster.served_run import ANSWER_WITHIN_S, ServedRun, Start
+from everstep.config.alike import differing_keys, digest_of
 from everstep.config.schema import Config
 from everstep.errors import BadInput, EverstepError, Fenced, NotEnoughReplicas, WorkerFailed
 from everstep.recovery import commitlog, wire

@@ -25,6 +25,7 @@ from everstep.cluster.host import WorkerInfo
 from everstep.cluster.post_mortem import PostMortem
 from everstep.cluster.target import LaunchedTarget, coordinator_of, judge, judge_every_s
 from everstep.config import derive
+from everstep.config.alike import digest_of
 from everstep.config.schema import Config
 from everstep.errors import (
     BadInput,
@@ -49,7 +50,6 @@ from everstep.telemetry.watching import Watching
 
 TICK_S = 0.1
 LAST_WORDS_S = 2.0  # for ranks that are told the end, to hear it and go
-_OWN = {"replica", "local", "lighthouse", "ray", "launcher", "resume"}  # sections and keys in which replicas of one run may differ
 ANSWER_WITHIN_S = 2.0  # a request that must wait longer is answered with "wait", and comes again
 
 
@@ -581,22 +581,3 @@ class ServedRun:
 
 def _digest(slots: tuple[tuple[str, ...], ...]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(slots).encode())
-
-
-def digest_of(config: Config) -> str:
-    """Of what all replicas of a run must have alike."""
-    return xxhash.xxh3_64_hexdigest(json.dumps(config.model_dump(exclude=_OWN), sort_keys=True).encode())
-
-
-def differing_keys(one: Config, other: Config) -> list[str]:
-    """Sections or keys in which two configurations differ, but for what is each replica's own."""
-    mine, theirs = one.model_dump(), other.model_dump()
-    found = []
-    for name in mine:
-        if name in _OWN or mine[name] == theirs[name]:
-            continue
-        if isinstance(mine[name], dict) and isinstance(theirs[name], dict):
-            found += [f"{name}.{key}" for key in mine[name] if mine[name][key] != theirs[name].get(key)]
-        else:
-            found.append(name)
-    return found

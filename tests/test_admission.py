@@ -89,6 +89,7 @@ def _broken_once_there_is(file: Path) -> None:
         break_products()
 
 
+@pytest.mark.full
 def test_a_replica_with_an_unfit_rank_does_not_join_and_is_not_started_again(tmp_path: Path) -> None:
     conf = config(
         SFT, tmp_path / "run", "launcher=local", "layout.replicas=2", "layout.tp=2", "layout.spares=0", "sft.steps=400", "lighthouse.wait_s=20",

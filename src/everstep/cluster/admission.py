@@ -24,7 +24,7 @@ from everstep.cluster.exchange import gather_objects
 from everstep.cluster.host import Host, ProcessEnded
 from everstep.config.watch_schema import WatchConfig
 from everstep.doctor import Found, Unfit, guarded, matmul, memory
-from everstep.errors import DeadlineExceeded, EverstepError, LinkBroken, ReplicaBroken
+from everstep.errors import DeadlineExceeded, EverstepError, LinkBroken, ReplicaBroken, first_line
 from everstep.recovery.link import Link
 
 LOG = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def _sum_inside(device: torch.device) -> Found:
             time.sleep(0.001)
         work.wait()
     except RuntimeError as error:
-        raise ReplicaBroken(f"a rank of this replica is gone: {str(error).splitlines()[0]}") from error
+        raise ReplicaBroken(f"a rank of this replica is gone: {first_line(error)}") from error
     wrong = int((total != size * (size + 1) / 2).sum())
     rate = 2 * (size - 1) / size * 4 * _NUMEL / (time.monotonic() - begun) / 1e9
     return Found("all-reduce", str(device), "bad" if wrong else "ok", f"with the other ranks of its replica: {wrong} wrong elements", {"bus_gb_per_s": rate})

@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.replicas import Replicas
 from tests.support.runs import ROOT, SFT, Finished, config, finish
 from tests.test_faults import assert_invariants
 
@@ -274,6 +275,14 @@ def test_who_recovers_and_slows_down_again_is_reported_again() -> None:
     assert [s.worker for _, s in judged(times)] == ["b", "b"]
 
 
+def test_who_stays_slow_while_nobody_is_there_to_compare_with_is_reported_once() -> None:
+    detector, found = Stragglers(1.2, 10.0), []
+    for step in range(60):
+        ranks = {"b": Timed(1, 0, {"compute": 0.8}, 1)} | ({"a": Timed(0, 0, {"compute": 0.5}, 1)} if not 20 <= step < 25 else {})
+        found += detector.step(float(step), ranks)
+    assert [s.worker for s in found] == ["b"]
+
+
 def test_a_new_process_starts_anew() -> None:
     detector = Stragglers(1.2, 10.0)
     for step in range(40):
@@ -312,6 +321,25 @@ def test_a_slow_rank_is_reported_with_its_phase_and_replaced(tmp_path: Path) -> 
     assert leave["worker"] == "w1" and leave["cause"].startswith("straggler: compute")
     assert not run.kind("death", "void"), "it leaves between two steps: nothing is redone"
     assert run.kind("spare_used")[0]["spare"] == "w3" and run.kind("join")
+    assert_invariants(run, steps=40)
+
+
+@pytest.mark.full
+def test_without_ray_the_lighthouse_reports_a_slow_rank(tmp_path: Path) -> None:
+    """By when ranks say what they do; a replica that dies meanwhile disturbs the step it died in, and no finding rests on that one."""
+    conf = config(
+        SFT, tmp_path / "run", "launcher=local", "layout.replicas=3", "layout.spares=0", "sft.steps=40", "sft.samples_per_step=6",
+        "train.micro_batch_size=1", "recovery.heartbeat_s=0.2", "checkpoint.at_end=false", "watch.straggler_for_s=1", "watch.straggler_ratio=1.5",
+        "faults=[{step: 12, phase: reduce, kind: kill, replica: 2}]",
+    )
+    with Replicas(conf, tmp_path, prepare=slow_worker_one) as replicas:
+        replicas.start(0, 1, 2)
+        run = replicas.finished()
+    found = run.kind("straggler")
+    assert [(e["worker"], e["replica"], e["phase"], e["action"]) for e in found] == [("w1", 1, "compute", "reported")]
+    assert found[0]["ratio"] > 1.5 and found[0]["excess_s"] >= 2 * SLOW_S * 0.8
+    assert 1.0 < seconds_between(run.kind("begin")[0], found[0]) < 30.0
+    assert [e["replica"] for e in run.kind("death")] == [2]
     assert_invariants(run, steps=40)
 
 

@@ -22,6 +22,7 @@ from everstep.checkpoint.choose import Chosen
 from everstep.cluster import takeover
 from everstep.cluster.agents import EXAMINE_S, Agents
 from everstep.cluster.host import WorkerInfo
+from everstep.cluster.pace import Pace
 from everstep.cluster.post_mortem import PostMortem
 from everstep.cluster.target import LaunchedTarget, coordinator_of, judge, judge_every_s
 from everstep.config import derive
@@ -110,9 +111,10 @@ class ServedRun:
         coordinator = coordinator_of(config, self._log.incarnation)
         self._minimum = everybody if recovery.mode == "wait" else min(max(coordinator.min_replicas, min_replicas), everybody)  # to begin
         self._post_mortem = PostMortem(self._events, lambda info: self.agents.examine(info.host, info.worker_id, info.pid, EXAMINE_S))
+        self._pace = Pace(config.watch, self._events, self._place_of)
         self.agents = Agents(config, run_dir, self._events, lambda worker: self.server.process_ended(worker))
         listener = Listener(
-            self._place_of, lambda worker, step, phase: self._injector.on_phase(worker, step, phase), self._died, self._recorded,
+            self._place_of, self._entered, self._died, self._recorded,
             lambda worker, number, word: self._injector.on_word(worker, number, word), lambda worker: self._injector.struck(worker),
             before_kill=self._before_kill, on_connect=self.agents.rank, on_agent=self.agents.attend,
         )
@@ -216,6 +218,7 @@ class ServedRun:
             coordinator = self.server.coordinator
             if step == coordinator.committed + 1:
                 self._injector.prepare(step)
+                self._pace.begun(step, len(slots))
             with self._turn:
                 self.check()
                 if step <= coordinator.committed:
@@ -558,7 +561,12 @@ class ServedRun:
         replica, rank = self._place_of(worker)
         return self.run_dir.rank_log(replica * self.layout.ranks_per_replica + rank).with_suffix(".stacks")
 
+    def _entered(self, worker: str, step: int, phase: str) -> None:
+        self._injector.on_phase(worker, step, phase)
+        self._pace.entered(worker, step, phase)
+
     def _recorded(self, record: Record) -> None:
+        self._pace.recorded(record)
         if record.kind is Kind.COMMIT:
             self._injector.on_commit(record.step)
         elif record.kind is Kind.VIEW:

@@ -230,10 +230,10 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
             )
 
 
-#: What only launcher=ray obeys: its controller sees every rank's step, and starts processes itself.
+#: What only launcher=ray obeys: its controller starts processes itself.
 _OF_THE_CONTROLLER = {
     "recovery": ("preemption_file", "rehearse"),
-    "watch": ("straggler_ratio", "straggler_for_s", "replace_stragglers"),
+    "watch": ("replace_stragglers",),
 }
 
 

@@ -66,6 +66,7 @@ class Stragglers:
             del self._past[key]  # dead, or out: a new process starts anew
         self._reported &= ranks.keys()
         slow: dict[str, Straggler] = {}
+        compared: set[str] = set()
         for phase, per_slot in OWN_WORK.items():
             own = {worker: spent for worker, timed in ranks.items() if (spent := _own(timed, phase, per_slot)) is not None}
             places: dict[int, list[float]] = {}  # one rank of each replica at each
@@ -75,6 +76,7 @@ class Stragglers:
                 peers = places[ranks[worker].rank]
                 if len(peers) < 2:
                     continue
+                compared.add(worker)
                 usual = _median_without(peers, spent)
                 slots = ranks[worker].slots if per_slot else 1
                 self._note(worker, phase, now, spent / max(usual, 1e-9), (spent - usual) * slots)
@@ -85,7 +87,7 @@ class Stragglers:
         for found in slow.values():
             if found.replica not in worst or found.excess_s > worst[found.replica].excess_s:
                 worst[found.replica] = found
-        self._reported &= slow.keys()  # who has recovered may be reported again
+        self._reported -= compared - slow.keys()  # who has recovered may be reported again
         new = [found for found in worst.values() if not any(s.worker in self._reported for s in slow.values() if s.replica == found.replica)]
         self._reported |= {found.worker for found in new}
         return new

@@ -234,7 +234,7 @@ def test_without_another_controller_everything_ends_after_the_grace(model, tmp_p
 
 def test_what_attach_refuses_leaves_the_workers_alone(model, tmp_path):
     conf = config(SFT, tmp_path / "run", *BASE, *GRACE, f"model.path={model}", "layout.replicas=2", "layout.spares=0")
-    with pytest.raises(BadInput, match="not a run folder"):
+    with pytest.raises(BadInput, match="there is no such folder"):
         run(conf, host=ForkedHost, attach=True)
     assert end(start(conf, between_two_steps)) == -signal.SIGKILL
     with pytest.raises(BadInput, match=r"started with another optimizer\.lr"):

@@ -184,7 +184,7 @@ def test_a_used_run_folder_is_refused(config: Path) -> None:
         (["generate", MODEL, "hi"], r"no \.safetensors weights"),
         (["generate", MODEL, "hi", "--max-tokens", "0"], "--max-tokens is 0"),
         (["generate", MODEL, "hi", "--max-tokens", "x"], "Invalid value for '--max-tokens'"),
-        (["report", "/no/such"], "not a run folder"),
+        (["report", "/no/such"], "there is no such folder"),
     ],
 )
 def test_other_commands_refuse_bad_input(config: Path, arguments: list[str], says: str) -> None:

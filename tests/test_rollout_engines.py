@@ -53,7 +53,7 @@ def engines(folder: Path, *more: str, steps: int = 8) -> Finished:
 def test_engines_that_are_killed_while_they_generate_and_while_they_get_weights_change_nothing(tmp_path, undisturbed) -> None:
     """And a rank that dies while it serves weights. The final weights are those of a run without engines and without deaths."""
     faults = ["{step: 5, phase: generate, kind: kill, rank: 0}", "{step: 6, phase: sync, kind: kill, rank: 1}",
-              "{step: 7, phase: send, kind: kill, replica: 0, rank: 0}", "{step: 8, phase: generate, kind: exit, rank: 1}"]
+              "{step: 7, phase: send, kind: kill, replica: 0, rank: 0}", "{step: 8, phase: generate, kind: exit, rank: 0}"]
     done = engines(tmp_path, f"faults=[{', '.join(faults)}]")
     assert done.final_hashes == undisturbed.final_hashes
     assert len(done.kind("fault")) == 4 and len(done.kind("rollout_death")) == 3

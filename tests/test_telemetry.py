@@ -336,17 +336,16 @@ def test_metrics_of_a_resumed_run(tmp_path: Path) -> None:
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
-def test_a_step_that_was_made_again_has_its_newest_row_and_nothing_of_the_one_before(tmp_path: Path) -> None:
-    """Also if it is the last one of those before, so that no other step stands between."""
+def test_lines_of_a_step_are_one_row_until_another_step_stands_between(tmp_path: Path) -> None:
     with Metrics(tmp_path) as metrics:
         metrics.log(1, {"train/loss": 1.0})
-        metrics.log(2, {"train/loss": 2.0, "ft/stall_s": 0.5})
-        metrics.log(2, {"val/loss": 2.5})  # an evaluation after the step: the same row
-        assert read_metrics(metrics.path)[-1].items() >= {"train/loss": 2.0, "ft/stall_s": 0.5, "val/loss": 2.5}.items()
+        metrics.log(2, {"train/loss": 2.0, "ft/goodput": 0.5})
+        metrics.log(2, {"val/loss": 2.5, "ft/goodput": 0.6})  # an evaluation after the step: the same row
+        assert read_metrics(metrics.path)[-1].items() >= {"train/loss": 2.0, "ft/goodput": 0.6, "val/loss": 2.5}.items()
+        metrics.log(1, {"train/loss": 10.0})  # both are made again
         metrics.log(2, {"train/loss": 20.0})
-        assert read_metrics(metrics.path)[-1].keys() == {"step", "t_wall", "train/loss"}
-        metrics.log(1, {"train/loss": 10.0})
-    assert [row["train/loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [10.0, 20.0]
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["train/loss"] for row in rows] == [10.0, 20.0] and rows[-1].keys() == {"step", "t_wall", "train/loss"}
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5, "the file keeps all of them"
 
 

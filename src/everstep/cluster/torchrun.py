@@ -55,8 +55,9 @@ _DELAY = "EVERSTEP_RESTART_DELAY_S"  # the agent's: local.restart_delay_s
 _LIGHTHOUSE = "EVERSTEP_LIGHTHOUSE"  # the agent's: where the lighthouse is, if there are several replicas
 DEFAULT_MASTER_PORT = 29500
 _LONGEST_DELAY_S = 60.0
-#: Of one life of one replica only: another life may do better.
-RESTARTED = (ReplicaBroken, Fenced, DeadlineExceeded)
+#: Of one life of one replica only: another life may do better. Torchrun interrupts the ranks whose mate has died; if it was interrupted itself it
+#: starts nobody anew.
+RESTARTED = (ReplicaBroken, Fenced, DeadlineExceeded, Interrupted)
 _HOST = "127.0.0.1"
 _POLL_S = 0.05
 _GRACE_S = 40.0  # torchrun gives its workers 30 s to end after a signal

@@ -191,9 +191,9 @@ class Metrics:
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:
     """The rows of a ``metrics.jsonl``, one per step in order of steps.
 
-    What was logged of a step in several lines, one after the other, is one row (an evaluation after the step's own). A step that was made
-    again stands in the file again: its newest row counts, for it is what the weights went on from, and nothing of the row before is mixed in.
-    A line begins a row anew if lines of other steps stand between, or if it repeats a metric.
+    What was logged of a step in several lines, one after the other, is one row (an evaluation after the step's own); of a metric that is in
+    several of them the last value counts. A step that was made again has its newest row, for that is what the weights went on from, and
+    nothing of the one before, as lines of other steps stand between.
 
     Rows hold ``step`` and ``t_wall`` beside the metrics; numbers that are not finite come back as floats.
     """
@@ -203,8 +203,6 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:
         said = json.loads(line)
         step = said["step"]
         before = rows[step] if step == last else {}
-        if before.keys() & said.keys() - {"step", "t_wall"}:
-            before = {}
         rows[step] = before | {name: value if name == "step" else float(value) for name, value in said.items()}
         last = step
     return [rows[step] for step in sorted(rows)]

@@ -224,8 +224,10 @@ def test_without_another_controller_everything_ends_after_the_grace(model, tmp_p
     died = time.monotonic()
     who = {e.pid: e.who for e in read_events(Path(conf.run_dir) / "events") if e.who != "lead"}
     assert {"w0", "w1"} <= set(who.values()) and gone(set(who), within_s=10) and time.monotonic() - died > 0.5, "their agent too"
-    agent = [e for e in read_events(Path(conf.run_dir) / "events") if e.who.startswith("agent-")]
-    assert not agent or {e["worker"] for e in agent if e.event == "rank_end"} == {"w0", "w1"}, "it watched on, and wrote down their ends"
+    told = read_events(Path(conf.run_dir) / "events")
+    if any(e.who == "lead" and e.event == "agent" and e["state"] == "up" for e in told):  # on a busy machine it may come too late to be told of them
+        ended = {e["worker"] for e in told if e.who.startswith("agent-") and e.event == "rank_end"}
+        assert ended == {"w0", "w1"}, "it watched on, and wrote down their ends"
     said = [e for e in read_events(Path(conf.run_dir) / "events") if e.event == "error"]
     assert len(said) == 2 and all("recovery.controller_grace_s" in e["message"] for e in said)
     with pytest.raises(NotEnoughReplicas, match="no living replica holds step 3"):

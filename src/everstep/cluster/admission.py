@@ -45,7 +45,7 @@ def examine(
             found.append(guarded("device", str(device), check))
     if neighbour:
         found.append(guarded("device", str(device), lambda: _sum(device, connect(*neighbour), neighbour[1])))
-    return [{"name": f.name, "state": f.state, "told": f.told, "measured": f.measured} for f in found]
+    return [_plain(f) for f in found]
 
 
 def admit_replica(config: WatchConfig, device: torch.device, worker: str, anew: bool, note: Callable[..., None], secret: str) -> None:
@@ -56,8 +56,7 @@ def admit_replica(config: WatchConfig, device: torch.device, worker: str, anew: 
     begun = time.monotonic()
     found = examine(device, config.admission_s, None, _no_link, True)
     if dist.get_world_size() > 1:
-        total = _sum_inside(device)
-        found.append({"name": total.name, "state": total.state, "told": total.told, "measured": total.measured})
+        found.append(_plain(_sum_inside(device)))
     bad, checks, node = _said(found), _checks(found), socket.gethostname()
     if bad:
         note("refused", worker=worker, node=node, checks=checks, cause=bad)
@@ -180,6 +179,11 @@ class Admission:
         host = self._host.infos[worker].host
         self._note("refused", worker=worker, node=host, checks=checks, cause=bad)
         raise Unfit(_sentence(worker, host, bad))
+
+
+def _plain(found: Found) -> dict[str, Any]:
+    """As it travels: of what was examined is known where."""
+    return {"name": found.name, "state": found.state, "told": found.told, "measured": found.measured}
 
 
 def _said(found: Sequence[Mapping[str, Any]]) -> str:

@@ -20,9 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from everstep.cluster.forked import ForkedHost
 from everstep.config.check import check_plan
 from everstep.config.rl_schema import RolloutConfig
-from everstep.errors import ConfigError, LinkBroken, WorkerFailed
+from everstep.errors import ConfigError, LinkBroken, NotEnoughReplicas, WorkerFailed
 from everstep.rl.rollout import Sampling
 from everstep.rl.rollout.decoding import Pending
+from everstep.telemetry.events import read_events
 from everstep.telemetry.history import check
 from everstep.telemetry.metrics import read_metrics
 
@@ -220,6 +221,27 @@ def test_a_run_whose_vllm_engines_are_killed(tmp_path, monkeypatch) -> None:
     assert len(done.kind("rollout_death")) == 2 and not done.kind("drop")
     assert 2 >= len(done.kind("rollout_start")) >= 1, "the second one's successor may come when the run is over"
     assert sum(e["requeued"] for e in done.kind("rollout_death")) > 0
+
+
+def _refuses() -> None:
+    install()
+    import vllm
+
+    def fail(self, weights):
+        raise RuntimeError("no memory for these weights")
+
+    vllm._Model.load_weights = fail
+
+
+@pytest.mark.full
+def test_an_engine_that_never_takes_weights_is_replaced_and_in_the_end_the_run_ends(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    chosen = config(DEMO, tmp_path, *SHORT, *VLLM, "rollout.engines=1", "rollout.engine_restarts=1")
+    with pytest.raises(NotEnoughReplicas, match="no memory for these weights"):
+        finish(chosen, clean=True, host=lambda c: ForkedHost(c, prepare=_refuses))
+    tries = [event.who for event in read_events(tmp_path / "events") if event.event == "rollout_sync_begin"]
+    assert len(tries) == 10 and len(set(tries)) == 2, "five of each engine"
+    assert gone([event.pid for event in read_events(tmp_path / "events") if event.event == "process_start"])
 
 
 @pytest.mark.parametrize("engine", ["vllm", pytest.param("transformers", marks=pytest.mark.full)])

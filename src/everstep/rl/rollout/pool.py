@@ -28,6 +28,7 @@ _IDLE_S = 0.2
 _SLOW_FACTOR, _SLOW_S = 5.0, 1.0  # a call that takes so many times as long as others' did last, and so many seconds, is of a slow engine
 _BESIDE = 1000  # numbers of engines on spares' devices begin here
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # before an engine that did not start is started again
+_MISSED = 5  # transfers of weights in a row that came to nothing: then it is not the trainers' deaths any more, but the engine
 
 
 class Processes(Protocol):
@@ -55,6 +56,7 @@ class RolloutPool:
         self._lora = lora
         self._based: set[str] = set()           # engines that hold the frozen weights, with LoRA
         self._streams: dict[str, str] = {}      # of the transfer that is under way, or was the last one
+        self._missed: dict[str, int] = {}       # by engine: its transfers of weights that failed, since one that did not
         self._rounds = itertools.count()
         self._calls: dict[Any, tuple[str, float]] = {}
         self._builds = itertools.count(1)
@@ -364,7 +366,12 @@ class RolloutPool:
         except EverstepError as error:
             got = None
             self._events.emit("error", step=version, error=type(error).__name__, message=f"rollout engine {name}: {error}")
+            self._missed[name] = self._missed.get(name, 0) + 1
+            if self._missed[name] >= _MISSED:
+                self._cause = f"{name}: {error}"
+                self._processes.expel(name, f"{_MISSED} transfers of weights to it failed in a row, the last one with {type(error).__name__}: {error}")
         else:
+            self._missed.pop(name, None)
             self._based |= {name} if kind == "base" else set()
         with self._changed:
             if self._requests.engines[name].state is EngineState.SYNCING:  # else it died afterwards

@@ -80,7 +80,7 @@ class VllmRollout(Served):
     def load_adapter(self, adapter: Iterable[tuple[str, Tensor]], scale: float, version: int) -> None:
         self.version = None
         self._wake("weights")
-        self._load((f"{module}.weight", (frozen.float() + scale * (b.float() @ a.float())).to(frozen.dtype))
+        self._load((f"{module}.weight", (frozen.to(a.device).float() + scale * (b.float() @ a.float())).to(frozen.dtype))  # a GPU's, or the host's
                    for module, frozen, a, b in adapters(dict(adapter), self._frozen))
         self._wake("kv_cache")
         self.version = version

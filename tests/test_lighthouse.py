@@ -286,10 +286,10 @@ def test_the_lead_dies_while_it_saves(tmp_path: Path, calm) -> None:
 def test_grpo(tmp_path: Path, calm, phase: str, replica: int) -> None:
     """A life that joins in the middle of an iteration takes its samples, scores and log-probabilities from the board."""
     fault = f"faults=[{{step: 5, phase: {phase}, kind: kill, replica: {replica}}}]"
-    with Replicas(local(tmp_path, 2, fault, "rl.iterations=16", file=DEMO), tmp_path) as replicas:
+    with Replicas(local(tmp_path, 2, fault, "rl.iterations=32", file=DEMO), tmp_path) as replicas:
         replicas.start(0, 1)
         run = replicas.finished()
-    check(run, calm(DEMO, "rl.iterations=16"), 2)
+    check(run, calm(DEMO, "rl.iterations=32"), 2)
     assert run.kind("join")
 
 

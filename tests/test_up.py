@@ -108,10 +108,25 @@ def test_an_interrupt_ends_everything(up) -> None:
 
 @pytest.mark.full
 def test_who_dies_too_often_is_given_up(up) -> None:
-    faults = ", ".join(f"{{step: {step}, phase: compute, kind: exit, replica: 1}}" for step in range(2, 400))
-    run = up(f"faults=[{faults}]", "sft.steps=5000", "local.max_restarts=1", "recovery.quarantine_after=0")
+    run = up("sft.steps=20000", "local.max_restarts=1", "recovery.quarantine_after=0")
+    run.wait_for_commit(4)
+    dead = kill_whole(run, besides=set())
+    dead |= kill_whole(run, besides=dead)
     assert run.finish() == 3
-    assert "replica 1 died 2 times (local.max_restarts=1)" in run.err
+    assert "replica 1 died 2 times (local.max_restarts=1)" in run.err and run.err.count("replica 1 was started anew") == 1
+    assert not still_running(dead, 10.0)
+
+
+def kill_whole(run: Up, besides: set[int]) -> set[int]:
+    """Every process of replica 1, once it has one that is not among these; their pids."""
+    end = time.monotonic() + 60.0
+    while not (found := [process for process in run.below("replica.id=1") if process.pid not in besides]):
+        assert run.process.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    whole = [found[0], *found[0].children(recursive=True)]
+    for process in whole:
+        process.kill()
+    return {process.pid for process in whole}
 
 
 @pytest.mark.full

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.runs import ROOT, config
 from torch import Tensor
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import RlConfig, RolloutConfig
+from everstep.recipes.grpo import kl_coef_after
 from everstep.rl import credit, pipeline
 from everstep.rl.kl import adapted, mean_kl, token_rewards
+from everstep.rl.record import IterationRecord
 
 
 def samples(**tensors: Tensor) -> TrainingBatch:
@@ -59,6 +64,14 @@ def test_the_coefficient_of_the_next_iteration() -> None:
     steered = RlConfig(kl_coef=0.1, kl_kind="k1", kl_target=1.0, kl_horizon_samples=40)
     assert mean_kl((old - ref) * batch["loss_mask"], batch["loss_mask"]) == pytest.approx(0.5)
     assert credit.next_kl_coef(batch, steered, 0.1) == pytest.approx(0.1 * (1 - 0.2 * 4 / 40))
+
+
+def test_while_the_critic_warms_up_the_coefficient_stands_still(tmp_path: Path) -> None:
+    """The actor does not move, so its KL of 0 is no reason to hold it less."""
+    conf = config(str(ROOT / "examples" / "ppo_kill.yaml"), tmp_path, "critic.warmup=2", "rl.kl_coef=0.1", "rl.kl_target=0.1", "rl.iterations=5")
+    same = torch.full((4, 4), -1.0)
+    of = lambda iteration: IterationRecord(iteration, 0, 1, 2, "", samples(old_logprobs=same, ref_logprobs=same))
+    assert [kl_coef_after(conf, of(n), 0.1) for n in (1, 2)] == [0.1, 0.1] and kl_coef_after(conf, of(3), 0.1) < 0.1
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from everstep.cluster.endpoint import ask
 from everstep.cluster.forked import ForkedHost
 from everstep.config.check import check_plan
 from everstep.config.load import load_config
+from everstep.data import SampleStream
 from everstep.errors import ConfigError, NotEnoughReplicas, WorkerFailed
 from everstep.plan import make_plan
 from everstep.plan.terminal import size_rows
@@ -382,6 +383,21 @@ def test_a_run_that_generates_ahead_resumes_with_what_engines_had_made(tmp_path)
     ahead.retire(tmp_path / "iterations", tmp_path / "checkpoints", 10)  # a checkpoint may have been deleted after the run had looked
     saved = {step_of(folder) for folder in checkpoint_folders(tmp_path / "checkpoints")}
     assert {int(path.stem[6:]) for path in (tmp_path / "iterations").glob("ahead-*.json")} <= saved
+
+
+@pytest.mark.full
+def test_one_replica_that_goes_back_skips_no_prompt_that_had_been_drawn_ahead(tmp_path) -> None:
+    """After a rollback to a copy in memory every iteration trains on the prompts that follow those of the one before: what engines were at
+    for later iterations is drawn again."""
+    more = ["layout.replicas=1", "recovery.memory_checkpoint_every=1", "rollout.engines=1", "rl.iterations=5",
+            "faults=[{step: 7, phase: compute, kind: kill, replica: 0}]"]
+    done = engines(tmp_path, *AHEAD[:2], "rl.eval_every=0", "rl.eval_before=false", *more, steps=9)
+    (rolled,) = done.kind("rollback")
+    assert rolled.step == 6 and "the copy in memory" in rolled["cause"]
+    standing = {commit.step: commit["samples"] for commit in done.kind("commit") if commit.step > 4}
+    stream = SampleStream(576, 0)  # of the training prompts of the demonstration, whose seed is 0
+    for step, samples in sorted(standing.items()):
+        assert {sample.split("/", 2)[2].partition("#")[0] for sample in samples} == {ref.id for ref in stream.take(16)}, step
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,8 @@ def iterate(run: Run, reward: Scorer) -> None:
             loss = named(step.update.loss)(context)
             after = state()  # for whoever goes on from the commit record: with this iteration's record, or after it
             if group.committed_step + 1 == began_at + sizes.updates_of(iteration + 1):
-                after |= {"prompts": prompts.state_dict(more=prompts.read - prompts.trained), "iteration": iteration + 1,
-                          "began_at": group.committed_step + 1, "kl_coef": credit.next_kl_coef(record.samples, rl, kl_coef)}  # fmt: skip
+                after |= {"prompts": prompts.state_dict(more=record.prompts_taken), "iteration": iteration + 1,
+                          "began_at": group.committed_step + 1, "kl_coef": kl_coef_after(config, record, kl_coef)}  # fmt: skip
             result = group.train_step(step.batch, loss, step.lr, config.rollout.temperature, step.update.role, step.about, after)
             if step.last:
                 metrics |= step_metrics(result, step.update.role)  # logged with the iteration, below
@@ -127,9 +127,9 @@ def iterate(run: Run, reward: Scorer) -> None:
             else:
                 run.log(result.step, step_metrics(result, step.update.role))
         prompts.mark_trained(record.prompts_taken)
+        kl_coef = kl_coef_after(config, record, kl_coef)  # moves with the iteration's last commit, and is saved with it
         samples, record = record.samples, None
         iteration, began_at = iteration + 1, group.committed_step
-        kl_coef = credit.next_kl_coef(samples, rl, kl_coef)  # moves with the iteration's last commit, and is saved with it
 
         metrics |= {"training/iteration": float(iteration), "training/pass": prompts.trained / prompts.size}
         metrics["timing_s/step"] = watch.wall
@@ -153,6 +153,13 @@ def iterate(run: Run, reward: Scorer) -> None:
             group.once(ahead_files.retire, folder, checkpoints_of(config), began_at)
     if config.recovery.memory_checkpoint_every:  # else nothing is left
         run.when_done = lambda: group.once(records.retire, rl.iterations + 1, group.committed_step)
+
+
+def kl_coef_after(config: Config, record: IterationRecord, kl_coef: float) -> float:
+    """The coefficient once the iteration is trained. While the critic warms up the actor stands still, so its KL says nothing."""
+    rl = derive.sizes(config).rl
+    assert rl is not None
+    return kl_coef if record.iteration <= rl.critic_warmup else credit.next_kl_coef(record.samples, config.rl, kl_coef)
 
 
 def next_prompts(run: Run, prompts: SampleStream, count: int) -> TrainingBatch:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
+from tests.support.runs import DEMO, config
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.rl.dynamic import collect, why_useless
+from everstep.rl.execute import Context
+from everstep.rl.rewards import Scorer
+from everstep.rl.stages import scored_rollout
 
 NAN = float("nan")  # of a completion whose reward failed and that is dropped
 
@@ -64,3 +70,24 @@ def test_completions_that_were_dropped_are_not_compared() -> None:
     scored = prompts(3)
     reasons = [why_useless(scored.slice(i, i + 2)) for i in (0, 2, 4)]
     assert reasons == [None, "1 of 2 rewards did not fail", "0 of 2 rewards did not fail"]
+
+
+def test_a_prompt_whose_reward_always_fails_is_replaced_even_if_it_is_the_only_one_of_its_round(tmp_path) -> None:
+    """The second prompt is answered wrong each time, the one that replaces it has no answer to compare with, the next one teaches."""
+    conf = config(DEMO, tmp_path, "reward.function=exact_match", "reward.on_error=drop", "rl.dynamic_sampling_rounds=3")
+    answers, taken = ["x0", "nobody", None, "x3"], [0]
+
+    def more(count: int) -> TrainingBatch:
+        first, taken[0] = taken[0], taken[0] + count
+        rows = [(i, k) for i in range(first, taken[0]) for k in range(2)]
+        columns = {"group": [f"0/{i}" for i, _ in rows], "prompt": ["p"] * len(rows), "completion": [f"x{i}" if k else "" for i, k in rows],
+                   "record": [{"answer": answers[i]} if answers[i] else {} for i, _ in rows]}
+        return TrainingBatch({"loss_mask": torch.ones(len(rows), 1)}, columns, [f"0/{i}#{k}" for i, k in rows])
+
+    group = SimpleNamespace(rollout=lambda prompts, sampling: prompts, once=lambda function, *args: function(*args), enter_stage=lambda name: None)
+    dropped: list = []
+    with Scorer(conf) as reward:
+        context = Context(conf, 1, reward, 0.0, more, dropped.extend, group)  # type: ignore[arg-type]
+        samples, _ = scored_rollout(context, more(2))
+    assert groups(samples) == ["0/0", "0/3"]
+    assert [reason for _, reason in dropped] == ["all rewards are 0", "0 of 2 rewards did not fail"]

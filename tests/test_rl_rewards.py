@@ -40,6 +40,8 @@ def scorer(tmp_path: Path, *overrides: str, events: EventLog | None = None, said
     [
         ("tag", "<answer>1</answer> no: <answer> 2\n</answer>", "2"),
         ("tag", "2", ""),
+        ("tag", "<answer>1</answer><answer>never closed", "1"),
+        ("tag", "</answer><answer>a<answer>b</answer>", "a<answer>b"),
         ("boxed", r"so \boxed{1} or \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         ("boxed", r"\boxed{1", ""),
         ("last_number", "4 - 1 = 3.", "3"),
@@ -107,6 +109,11 @@ def test_own_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"function": "exact_match", "args": {"extract": "everything"}}, "extract='everything' is unknown"),
         ({}, "set reward.function"),
         ({"function": "format_match", "args": {"pattern": "("}}, "is not a regular expression"),
+        ({"function": "format_match", "args": {"pattern": 3}}, "reward.args.pattern=3 must be of type str"),
+        ({"function": "number_match", "args": {"tolerance": "small"}}, "reward.args.tolerance='small' must be of type float"),
+        ({"function": "number_match", "args": {"tolerance": -1}}, "reward.args.tolerance=-1 must be a finite number, not below 0"),
+        ({"terms": [{"function": "exact_match", "args": {"ignore_case": "no"}}]}, "reward.terms.0.args.ignore_case='no' must be of type bool"),
+        ({"function": "brevity", "args": {"free": 8, "longest": 8}}, "reward.args.free=8 must not be below 0, and less than reward.args.longest=8"),
         ({"function": "exact_match", "terms": [{"function": "brevity"}]}, "reward.terms replaces reward.function"),
         ({"terms": [{"function": "exact_match"}, {"function": "zzz"}]}, "reward.terms.1.function=zzz is not a built-in"),
     ],
@@ -149,6 +156,8 @@ def odd(prompt, completion, record):
     if completion == "raise": raise KeyError("answer")
     if completion == "nan": return float("nan")
     if completion == "none": return None
+    if completion == "text": return "1.0"
+    if completion == "huge": return 1e39
     if completion == "sleep": time.sleep(1000)
     if completion == "c":  # keeps the interpreter lock: no thread or signal handler of this process ever runs again
         ctypes.PyDLL(None).pause()
@@ -217,6 +226,31 @@ def test_all_failing_stops_whatever_the_policy(module: str, tmp_path: Path) -> N
             score(batch(["raise", "nan"]))
         assert error.value.sample_id == "0/0#0" and error.value.exit_code == 3
         assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+
+
+def test_what_float32_cannot_hold_and_what_is_no_number_is_no_reward(module: str, tmp_path: Path) -> None:
+    """By itself, or as the sum of terms: it would be infinite, and no group could be compared any more. A reward.timeout_s beyond what the
+    kernel can count is as good as any."""
+    with scorer(tmp_path, f"reward.function={module}:odd", "reward.timeout_s=1e15") as score:
+        got = score(batch(["huge", "text", "aa"]))
+    assert got.values.tolist() == [0, 0, 2] and got.failed.keys() == {0, 1}
+    assert "returned 1e+39; it must be finite in float32" in got.failed[0] and "returned '1.0'; it must return a number" in got.failed[1]
+    terms = "reward.terms=[{function: exact_match, weight: 3e38}, {function: position_match, weight: 3e38}]"
+    with scorer(tmp_path, terms) as score:
+        summed = score(batch(["a", "b"], [{"answer": "a"}, {"answer": "a"}]))
+    assert summed.values.tolist() == [0, 0] and list(summed.failed) == [0] and "weighted sum of reward.terms is 6e+38" in summed.failed[0]
+
+
+def test_a_part_of_an_iteration_may_fail_as_a_whole(module: str, tmp_path: Path) -> None:
+    with scorer(tmp_path, f"reward.function={module}:odd", "reward.on_error=drop") as score:
+        assert score(batch(["raise", "nan"]), whole=False).failed.keys() == {0, 1}
+
+
+def test_an_answer_is_found_in_one_go(tmp_path: Path) -> None:
+    """Quick rewards run where nothing can kill them: a completion of nothing but opened tags must not take the square of its length."""
+    begin = time.monotonic()
+    assert extract_answer("<answer>" * 200_000, "tag") == ""
+    assert time.monotonic() - begin < 2.0
 
 
 def test_on_error_stop_names_the_sample(module: str, tmp_path: Path) -> None:

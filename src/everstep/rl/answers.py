@@ -32,8 +32,7 @@ def extract_answer(completion: str, how: str = "auto") -> str:
     auto         tag if there is one, else boxed if there is one, else all
     """
     if how == "tag":
-        found = re.findall(r"<answer>(.*?)</answer>", completion, re.DOTALL)
-        return found[-1].strip() if found else ""
+        return _tagged(completion)
     if how == "boxed":
         return _boxed(completion)
     if how == "hashes":
@@ -60,6 +59,14 @@ def number(text: str) -> float | None:
         return float(text.replace(",", "").strip())
     except ValueError:
         return None
+
+
+def _tagged(text: str) -> str:
+    """By hand, in one go: a regular expression would look for the end anew from each of the tags that are never closed."""
+    found, at = "", 0
+    while (start := text.find("<answer>", at)) >= 0 and (end := text.find("</answer>", start)) >= 0:
+        found, at = text[start + len("<answer>") : end], end
+    return found.strip()
 
 
 def _boxed(text: str) -> str:

@@ -13,7 +13,9 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from everstep.config.rl_schema import RewardConfig
 from everstep.data.functions import check_arguments, load_function
@@ -73,7 +75,7 @@ def format_match(prompt: str, completion: str, record: dict[str, Any], pattern: 
 
 def brevity(prompt: str, completion: str, record: dict[str, Any], free: int, longest: int) -> float:
     """0 up to ``free`` characters, falling along a line to -1 at ``longest``."""
-    return -min(max(len(completion) - free, 0) / max(longest - free, 1), 1.0)
+    return -min(max(len(completion) - free, 0) / (longest - free), 1.0)
 
 
 BUILT_IN: dict[str, Callable[..., float]] = {
@@ -172,12 +174,22 @@ def _term(
         raise BadInput(f"{key}.function={spec} is not a built-in reward{hint}")
     check_arguments(function, 3, args, spec, f"{key}.function", f"{key}.args")
     if spec in BUILT_IN:
-        _check_built_in(spec, args, key)
+        _check_built_in(spec, function, args, key)
     bound = functools.partial(function, **args) if args else function
     return Term(spec.partition(":")[2] or spec, bound, weight, quick=spec in QUICK)
 
 
-def _check_built_in(name: str, args: dict[str, Any], key: str) -> None:
+def _check_built_in(name: str, function: Reward, args: dict[str, Any], key: str) -> None:
+    kinds = get_type_hints(function)
+    for argument, value in args.items():
+        try:
+            TypeAdapter(kinds[argument]).validate_python(value, strict=True)
+        except ValidationError:
+            raise BadInput(f"{key}.args.{argument}={value!r} must be of type {kinds[argument].__name__} for {name}") from None
+    if args.get("tolerance", 0.0) < 0 or not math.isfinite(args.get("tolerance", 0.0)):
+        raise BadInput(f"{key}.args.tolerance={args['tolerance']} must be a finite number, not below 0")
+    if name == "brevity" and not 0 <= args["free"] < args["longest"]:
+        raise BadInput(f"{key}.args.free={args['free']} must not be below 0, and less than {key}.args.longest={args['longest']}")
     if "extract" in args:
         extract_answer("", args["extract"])
     if "pattern" in args:
@@ -195,14 +207,20 @@ def _check_built_in(name: str, args: dict[str, Any], key: str) -> None:
 # ------------------------------------------------------------------------------------------------ calling
 
 
+LARGEST = 3.4028234663852886e38
+"""Of float32, in which rewards are kept: what is beyond it would be infinite there."""
+
+
 def checked(value: Any) -> float:
-    """What a reward function returned, as a float. ValueError if it is not a finite number."""
+    """What a reward function returned, as a float. ValueError if it is no number, or none that float32 can hold."""
     try:
+        if isinstance(value, str | bytes):  # float() would read it
+            raise TypeError
         result = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"the function returned {value!r}; it must return a number") from None
-    if not math.isfinite(result):
-        raise ValueError(f"the function returned {result}; it must be finite")
+    if not abs(result) <= LARGEST:
+        raise ValueError(f"the function returned {result}; it must be finite" + (" in float32" if math.isfinite(result) else ""))
     return result
 
 

@@ -30,6 +30,7 @@ from everstep.rl.reward_worker import Answer, Setup, Task
 _START_S = 120.0  # imports of the user's module included
 _GRACE_S = 2.0  # for a coroutine whose own time limit should have ended it
 _STARTS = 3  # without one process that becomes ready
+_LONGEST_WAIT_S = 3600.0  # at a time: poll counts milliseconds in 32 bits, and reward.timeout_s may be anything
 
 
 @dataclass
@@ -91,7 +92,7 @@ class RewardPool:
             for process in self._processes:
                 self._give(process, todo)
             timeout_s = min(p.next_deadline for p in self._processes) - time.monotonic()
-            for ready in wait([p.connection for p in self._processes], max(timeout_s, 0.0)):
+            for ready in wait([p.connection for p in self._processes], min(max(timeout_s, 0.0), _LONGEST_WAIT_S)):
                 process = next(p for p in self._processes if p.connection is ready)
                 try:
                     self._hear(process, todo)
@@ -109,7 +110,7 @@ class RewardPool:
     def _start(self) -> _Process:
         mine, theirs = socket.socketpair()
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # half a message, and then nothing
-            mine.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(self._reward.timeout_s) + 1, 0))
+            mine.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(min(self._reward.timeout_s, _LONGEST_WAIT_S)) + 1, 0))
         with theirs:
             popen = subprocess.Popen(
                 [sys.executable, "-m", "everstep.rl.reward_worker", str(theirs.fileno()), str(os.getpid())],

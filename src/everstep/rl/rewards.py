@@ -20,7 +20,7 @@ from torch import Tensor
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import Config
 from everstep.errors import WorkerFailed
-from everstep.rl.reward_functions import checked, terms
+from everstep.rl.reward_functions import LARGEST, checked, terms
 from everstep.rl.reward_pool import RewardPool
 from everstep.rl.reward_worker import Answer, Task
 from everstep.rl.shaping import overlong_penalty
@@ -107,10 +107,11 @@ class Scorer:
         if self._pool:
             self._pool.close()
 
-    def __call__(self, batch: TrainingBatch) -> Scores:
+    def __call__(self, batch: TrainingBatch, whole: bool = True) -> Scores:
         """Scores from the columns ``prompt``, ``completion`` and ``record``, and, for the length, ``loss_mask``.
 
-        RewardFailed with reward.on_error=stop if one failed, and in any case if all did: then it is not the completions.
+        RewardFailed with reward.on_error=stop if one failed, and if all did: then it is not the completions. But for a part of an
+        iteration's samples (``whole`` is False), which may be of one prompt alone, and its record what is wrong.
         """
         answers = self._answers(batch)
         failed: dict[int, str] = {}
@@ -124,12 +125,16 @@ class Scorer:
                 name = self._terms[term].name
                 values[row] += self._terms[term].weight * answer.value
                 sums[name] = sums[name][0] + answer.value, sums[name][1] + 1
+        for row, value in enumerate(values):
+            if not abs(value) <= LARGEST:
+                failed.setdefault(row, f"the weighted sum of reward.terms is {value}; it must be finite in float32")
         if failed:
             self._record(batch, failed)
-        if failed and (self._reward.on_error == "stop" or len(failed) == len(batch)):
+        if failed and (self._reward.on_error == "stop" or (whole and len(failed) == len(batch))):
             row, problem = next(iter(failed.items()))
             many = f"; all {len(batch)} samples failed" if len(failed) == len(batch) > 1 else ""
             raise RewardFailed(batch.sample_ids[row], f"{problem} (completion {batch.column('completion')[row][:200]!r}){many}")
+        values = [0.0 if row in failed else value for row, value in enumerate(values)]
         scores = torch.tensor(values, dtype=torch.float32)
         if self._reward.overlong_cache_tokens:
             lengths = batch["loss_mask"].sum(dim=1).tolist()

@@ -48,7 +48,7 @@ def scored_rollout(context: Context, prompts: TrainingBatch) -> tuple[TrainingBa
         made = rollout(context, prompts)
         context.group.enter_stage("reward")
         begin = time.monotonic()
-        rounds.append(context.group.once(context.reward, made))
+        rounds.append(context.group.once(context.reward, made, not rounds))  # a later one replaces a prompt or two
         seconds += time.monotonic() - begin
         context.group.enter_stage("rollout")
         return made.with_tensors(**rounds[-1].tensors(context.config.reward.on_error == "drop"))

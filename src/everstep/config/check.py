@@ -20,7 +20,7 @@ from everstep.cluster.environment import (
     manager_port,
 )
 from everstep.cluster.torchrun import check_port_free
-from everstep.config import derive, rollouts, semisync, watching
+from everstep.config import derive, rollouts, semisync, unused, watching
 from everstep.config.schema import Config, Fault, OptimizerConfig
 from everstep.data.functions import check_arguments, load_function
 from everstep.data.source import REASONING_GYM, is_path
@@ -454,6 +454,7 @@ def _check_recipe(config: Config) -> None:
     if warmup.steps and not warmup.source:
         raise ConfigError(f"warmup.steps={warmup.steps} needs data: set warmup.source, or warmup.steps=0")
     _check_loss(config)
+    unused.check(config)
 
 
 def _check_loss(config: Config) -> None:

@@ -129,6 +129,8 @@ def _kl(value: Any, given: Given) -> Mapping[str, Any]:
     if kind not in kinds:
         raise Untranslatable(f"there is no KL estimator {kind}")
     coefficient = given.get(f"{_ACTOR}.kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef")
+    if coefficient == 0:
+        return {"rl.kl_coef": 0.0}
     found: dict[str, Any] = {"rl.kl_coef": coefficient, "rl.kl_in": "loss" if in_loss else "reward", "rl.kl_kind": kinds[kind]}
     if in_reward and given.get("algorithm.kl_ctrl.type") == "adaptive":
         found |= {"rl.kl_target": given.get("algorithm.kl_ctrl.target_kl"), "rl.kl_horizon_samples": given.get("algorithm.kl_ctrl.horizon")}
@@ -197,6 +199,10 @@ def _overlong(value: Any, given: Given) -> Mapping[str, Any]:
     return {"data.too_long": known[value]}
 
 
+def _discount(key: str, *estimators: str) -> Any:
+    return lambda value, given: {key: value} if given.get("algorithm.adv_estimator") in estimators else {}
+
+
 def _seed(value: Any, given: Given) -> Mapping[str, Any]:
     return {"seed": value}
 
@@ -212,8 +218,8 @@ OPTIONS: dict[str, Option] = table(
            "recipe grpo; cpgd and gae_marft have no counterpart", _estimator, default="gae"),
     mapped("algorithm.norm_adv_by_std_in_grpo", "rl.advantage", "false: dr_grpo", lambda v, g: _estimator(g.get("algorithm.adv_estimator"), g),
            default=True, fill=False),
-    same("algorithm.gamma", "rl.gamma"),
-    same("algorithm.lam", "rl.lam"),
+    mapped("algorithm.gamma", "rl.gamma", "with gae and reinforce_plus_plus; nothing else discounts", _discount("rl.gamma", "gae", "reinforce_plus_plus")),
+    mapped("algorithm.lam", "rl.lam", "with gae", _discount("rl.lam", "gae")),
     mapped("algorithm.use_kl_in_reward", ("rl.kl_coef", "rl.kl_in"), "with algorithm.kl_ctrl.*", _kl, default=False),
     mapped("algorithm.kl_penalty", "rl.kl_kind", "kl is k1, mse k2, low_var_kl k3", _kl, default="kl", fill=False),
     mapped("algorithm.kl_ctrl.type", "rl.kl_target", "adaptive sets a target, fixed none", _kl, default="fixed", fill=False),

@@ -341,6 +341,7 @@ def test_too_long(tokenizer) -> None:
     ]
     cut = prepare_prompts(records, tokenizer, 4, "truncate_left")
     assert [tokenizer.decode(s.input_ids) for s in cut.samples] == ["12>", "567>", "456>"], "cut on the left"
+    assert [s.columns["prompt"] for s in cut.samples] == ["12>", "567>", "456>"], "the reward is told what the model saw"
     cut = prepare_prompts(records, tokenizer, 4, "truncate_right")
     assert [tokenizer.decode(s.input_ids) for s in cut.samples] == ["12>", "1234", "1234"]
     with pytest.raises(BadInput, match="none of 3 records can be used"):
@@ -490,6 +491,14 @@ def test_check_prepares_everything() -> None:
         ({"reward__function": None}, "set reward.function"),
         ({"warmup__steps": 3}, "needs warmup.source"),
         ({"data__source_args": {"split": "test"}}, "split='test' must be train or held_out"),
+        (
+            {
+                "data__source": "reasoning_gym:chain_sum", "data__source_args": {"size": 2, "as_text": True}, "reward__function": None,
+                "data__eval_source": "reasoning_gym:leg_counting", "data__eval_source_args": {"size": 2, "as_text": True},
+                "data__max_prompt_tokens": 2000,
+            },
+            "data.eval_source=reasoning_gym:leg_counting would be scored by the scorer of data.source=reasoning_gym:chain_sum; use one task",
+        ),
     ],
 )
 def test_check_refuses(changes: dict, says: str) -> None:

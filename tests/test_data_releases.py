@@ -127,6 +127,8 @@ def test_what_cannot_be_had_is_said_and_leaves_nothing(server: str, originals: P
         releases.convert("gsm8k", str(tmp_path / "nowhere"), out)
     with pytest.raises(BadInput, match=r"/none/train\.jsonl cannot be downloaded \(HTTP Error 404"):
         releases.convert("gsm8k", f"{server}/none", out)
+    with pytest.raises(BadInput, match=r"a b/train\.jsonl cannot be downloaded"):
+        releases.convert("gsm8k", f"{server}/a b", out)
     with pytest.raises(BadInput, match=r"cannot be downloaded|bytes came"):
         releases.convert("gsm8k", f"{server}/short", out)
     (originals / "test.jsonl").write_text('{"question": "a", "answer": "no mark"}\n')
@@ -140,3 +142,7 @@ def test_what_cannot_be_had_is_said_and_leaves_nothing(server: str, originals: P
     (originals / "test.jsonl").write_text((originals / "train.jsonl").read_text())
     with pytest.raises(BadInput, match="is not a folder"):
         releases.convert("gsm8k", str(originals), tmp_path / "file")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "train.partial").mkdir()  # in the way, also of root
+    with pytest.raises(BadInput, match=r"full cannot be written \(.*\); give another folder"):
+        releases.convert("gsm8k", str(originals), tmp_path / "full")

@@ -240,6 +240,8 @@ def test_a_record_comes_back_bit_by_bit_without_the_datas_own_column(tmp_path):
     conf = config(PPO, tmp_path, *QUIET)
     records = IterationRecords(tmp_path / "iterations", tmp_path / "checkpoints")
     kept = record(conf)
+    shared = {"mine": kept.samples["returns"], "view": kept.samples["returns"][:, 1:2].expand(-1, 6)}  # a stage of one's own may do so
+    kept = dataclasses.replace(kept, samples=kept.samples.with_tensors(**shared))
     records.write(kept)
     notes: list[str] = []
     found = records.find(3, 20, settings_digest(conf), notes.append)

@@ -167,3 +167,11 @@ def test_sizes_and_refusals(tmp_path: Path) -> None:
     for wrong in (["data.format=text"], ["recipe=sft", "sft.samples_per_step=256"]):
         with pytest.raises(ConfigError, match="pairs are for recipe=dpo"):
             check_plan(config(DPO, tmp_path, *wrong))
+
+
+def test_a_pair_that_is_the_same_once_it_is_cut_is_dropped(tokenizer) -> None:
+    """Its margin would be 0 for ever."""
+    data = pairs(tokenizer, [{"prompt": "21>", "chosen": "12", "rejected": "1"}, {"prompt": "2>", "chosen": "2", "rejected": "1"}], 4, "truncate_right")
+    assert len(data) == 1 and [(d.record, d.reason) for d in data.dropped] == [
+        (0, "chosen and rejected are the same once they are cut to data.max_tokens=4")
+    ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from everstep.data.order import SampleRef, SampleStream, pass_order
-from everstep.data.source import load_records, with_columns
+from everstep.data.source import REASONING_GYM, load_records, with_columns
 from everstep.errors import BadInput, ConfigError
 
 if TYPE_CHECKING:
@@ -100,11 +100,23 @@ def check(config: Config) -> PreparedData:
         from everstep.rl.reward_functions import terms
 
         terms(config.reward, data.source, data.source_args)
+        _check_scorer(config)
 
     vocabulary = describe(config.model).vocab
     for dataset in (train, held_out, warmup):
         _check_vocabulary(dataset, vocabulary)
     return PreparedData(train, held_out, warmup, tokenizer)
+
+
+def _check_scorer(config: Config) -> None:
+    """Held-out records are scored as those of training, by one function: the scorer of a reasoning_gym task knows its own alone."""
+    data, reward = config.data, config.reward
+    own = any(term.function is None for term in reward.terms) if reward.terms else reward.function is None
+    if own and data.eval_source and data.eval_source.startswith(REASONING_GYM) and data.eval_source != data.source:
+        raise ConfigError(
+            f"data.eval_source={data.eval_source} would be scored by the scorer of data.source={data.source}; use one task for both, or set "
+            "reward.function to one that can score both"
+        )
 
 
 def _check_vocabulary(dataset: Dataset | None, vocabulary: int) -> None:

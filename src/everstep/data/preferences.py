@@ -78,6 +78,9 @@ def prepare_preferences(
                 continue
             part = slice(-max_tokens, None) if too_long == "truncate_left" else slice(max_tokens)
             pair = [Tokens(tokens.input_ids[part], tokens.loss_mask[part], tokens.columns) for tokens in pair]
+            if pair[0].input_ids == pair[1].input_ids:
+                dropped.append(Dropped(number, f"chosen and rejected are the same once they are cut to data.max_tokens={max_tokens}"))
+                continue
         pair = [Tokens(tokens.input_ids, [0, *tokens.loss_mask[1:]], tokens.columns) for tokens in pair]
         if not all(any(tokens.loss_mask) for tokens in pair):
             dropped.append(Dropped(number, "no token to learn from"))

@@ -197,16 +197,18 @@ def prepare_prompts(
     key: str = "data.source",
 ) -> Dataset:
     """Prompts for generation, ending where the completion begins. Columns: ``prompt`` (the text the model sees, without
-    special tokens) and ``record`` (the whole record, for the reward function)."""
+    special tokens; what is cut off is not in it) and ``record`` (the whole record, for the reward function)."""
 
     def encode(number: int, record: Record) -> Tokens:
         ids = encode_prompt(tokenizer, prompt_of(number, record, key), where(number, "prompt", key))
         if not ids:
             raise BadInput(f"{where(number, 'prompt', key)} is empty: generation needs at least one token to start from")
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        return Tokens(ids, [0] * len(ids), {"prompt": text, "record": record})
+        return Tokens(ids, [0] * len(ids), {"record": record})
 
-    return _fit(records, encode, max_prompt_tokens, too_long, key, "data.max_prompt_tokens", needs_target=False)
+    fitted = _fit(records, encode, max_prompt_tokens, too_long, key, "data.max_prompt_tokens", needs_target=False)
+    seen = lambda tokens: tokenizer.decode(tokens.input_ids, skip_special_tokens=True)
+    samples = [Tokens(tokens.input_ids, tokens.loss_mask, {"prompt": seen(tokens), **tokens.columns}) for tokens in fitted.samples]
+    return Dataset(key, samples, fitted.dropped)
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, Any]], where: str) -> list[int]:

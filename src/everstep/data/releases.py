@@ -11,6 +11,7 @@ The layout is verl's, so that files and habits carry over: ``data_source``, ``pr
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import shutil
@@ -99,8 +100,11 @@ def convert(name: str, given: str | None, out: str | os.PathLike[str]) -> dict[s
             tables[split] = _converted(release, split, _read(path, file), file)
         if folder.exists() and not folder.is_dir():
             raise BadInput(f"{folder} is not a folder; give one for train.parquet and test.parquet")
-        folder.mkdir(parents=True, exist_ok=True)
-        return {split: _write(rows, folder / f"{split}.parquet") for split, rows in tables.items()}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return {split: _write(rows, folder / f"{split}.parquet") for split, rows in tables.items()}
+        except OSError as error:
+            raise BadInput(f"{folder} cannot be written ({error.strerror or error}); give another folder") from error
 
 
 def _obtain(given: str | None, file: str, address: str, folder: Path) -> Path:
@@ -118,12 +122,13 @@ def _download(address: str, path: Path) -> Path:
     """BadInput unless all bytes that the server announces have come."""
     try:
         with urllib.request.urlopen(address, timeout=_TIMEOUT_S) as response, path.open("wb") as file:
-            announced = response.headers.get("Content-Length")
+            header = response.headers.get("Content-Length")
+            announced = None if header is None else int(header)
             shutil.copyfileobj(response, file, _CHUNK_BYTES)
             written = file.tell()
-    except (urllib.error.URLError, OSError, ValueError) as error:
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
         raise BadInput(f"{address} cannot be downloaded ({error}); get the file some other way and give its folder as INPUT") from error
-    if announced is not None and int(announced) != written:
+    if announced is not None and announced != written:
         raise BadInput(f"{address}: {written} of {announced} bytes came; try again")
     return path
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -120,7 +121,7 @@ def _encode(record: IterationRecord) -> bytes:
         "settings": record.settings, "metrics": record.metrics, "columns": said, "sample_ids": samples.sample_ids,
         "weight_versions": samples.weight_versions,
     })  # fmt: skip
-    tensors = {name: tensor.contiguous() for name, tensor in samples.tensors.items()}
+    tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in samples.tensors.items()}  # safetensors refuses what shares memory
     return save(tensors, metadata={"everstep": text, "xxh3_128": _checksum(samples, text)})
 
 

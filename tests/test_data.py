@@ -289,6 +289,7 @@ def test_smollm2_tokenizer_and_template() -> None:
         ({"messages": [{"content": "x"}]}, "message 0 has no role"),
         ({"messages": [{"role": "user", "content": None}]}, "message 0 has no content"),
         ({"messages": CHAT[:1]}, "'messages' of record 1 has no message of role assistant"),
+        ({"messages": [{"role": "user", "content": "\ud800"}, *CHAT]}, r"'messages' of record 1: message 0 is no text: character 0 is '\\ud800', half of a pair"),
     ],
 )
 def test_errors_name_record_and_key(tokenizer, record: dict, says: str) -> None:
@@ -328,6 +329,8 @@ def test_prompts(tokenizer) -> None:
     assert dataset.samples[0].columns == {"prompt": "31>", "record": records[0]}
     with pytest.raises(BadInput, match="'prompt' of record 0 is empty"):
         prepare_prompts([{"prompt": ""}], tokenizer, 64, "error")
+    with pytest.raises(BadInput, match="'prompt' of record 0 is no text: character 2 is"):
+        prepare_prompts([{"prompt": "ab\udc00"}], tokenizer, 64, "error")
 
 
 def test_too_long(tokenizer) -> None:

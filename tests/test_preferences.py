@@ -25,6 +25,9 @@ TINY = ROOT / "examples" / "models" / "tiny-qwen3"
 DPO = str(ROOT / "examples" / "dpo_sort.yaml")
 
 
+USER = {"role": "user", "content": "a"}
+
+
 @pytest.fixture
 def tokenizer():
     return AutoTokenizer.from_pretrained(TINY)
@@ -59,9 +62,13 @@ def test_only_the_completions_count(tokenizer) -> None:
         ({"prompt": "a", "chosen": "b"}, "record 0 has no 'rejected'"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "prefers a completion to itself"),
         ({"prompt": "a", "chosen": ["b"], "rejected": "c"}, "is a list, not a string"),
-        ({"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": None}, "must be a string, or messages that end"),
-        ({"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": 3}, "must be a string, or messages that end"),
-        ({"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": ["c"]}, "must be a string, or messages that end"),
+        ({"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": None}, "record 0 has no 'rejected'"),
+        ({"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": 3}, "'rejected' of record 0 must be a non-empty list"),
+        ({"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": ["c"]}, "'rejected' of record 0: message 0 has no role"),
+        ({"prompt": [USER], "chosen": "b", "rejected": [USER]}, "must be a string, or messages that end"),
+        ({"prompt": [USER], "chosen": "b", "rejected": [{"role": "assistant", "content": None}]}, "message 0 has no content of type string"),
+        ({"prompt": [USER], "chosen": "b", "rejected": [{"content": "x"}, {"role": "assistant", "content": "y"}]}, "message 0 has no role"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c\ud83d"}, r"'rejected' of record 0 is no text: character 1 is '\\ud83d', half of a pair"),
         ({"chosen": "b", "rejected": "c"}, "record 0 has no 'prompt'"),
     ],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +21,7 @@ from everstep.data.prepare import (
     TooLong,
     encode_chat,
     encode_prompt,
+    messages_of,
     prompt_of,
     string_of,
     where,
@@ -93,7 +94,6 @@ def prepare_preferences(
 
 def _encode(number: int, record: Record, side: str, tokenizer: PreTrainedTokenizerBase, key: str) -> Tokens:
     prompt = prompt_of(number, record, key)
-    completion: Any = record.get(side)
     if isinstance(prompt, str):
         text = string_of(number, record, side, key)
         ids = encode_prompt(tokenizer, prompt, where(number, "prompt", key))
@@ -102,10 +102,11 @@ def _encode(number: int, record: Record, side: str, tokenizer: PreTrainedTokeniz
             raise BadInput(f"{key}: the tokenizer has no end-of-sequence token, so the model could never learn to stop")
         answer.append(tokenizer.eos_token_id)
         return Tokens(ids + answer, [0] * len(ids) + [1] * len(answer))
-    if isinstance(completion, str):
-        completion = [{"role": "assistant", "content": completion}]
-    valid = isinstance(completion, list) and completion and all(isinstance(m, dict) for m in completion)
-    if not valid or completion[-1].get("role") != "assistant":
+    if isinstance(record.get(side), str):
+        completion = [{"role": "assistant", "content": string_of(number, record, side, key)}]
+    else:
+        completion = messages_of(number, record, side, key)
+    if completion[-1]["role"] != "assistant":
         raise BadInput(f"{where(number, side, key)} must be a string, or messages that end with one of role assistant")
     ids, mask = encode_chat(tokenizer, [*prompt, *completion], where(number, side, key))
     before = len(encode_prompt(tokenizer, prompt, where(number, "prompt", key)))

@@ -109,7 +109,7 @@ def prepare_sft(
     def encode(number: int, record: Record) -> Tokens:
         kind = format or _format_of(number, record, key)
         if kind == "chat":
-            ids, mask = encode_chat(tokenizer, _messages(number, record, "messages", key), where(number, "messages", key))
+            ids, mask = encode_chat(tokenizer, messages_of(number, record, "messages", key), where(number, "messages", key))
         elif kind == "text":
             ids = list(tokenizer(string_of(number, record, "text", key))["input_ids"])
             if not ids or ids[-1] != tokenizer.eos_token_id:
@@ -285,10 +285,20 @@ def string_of(number: int, record: Record, name: str, key: str) -> str:
     value = _get(number, record, name, key)
     if not isinstance(value, str):
         raise BadInput(f"{where(number, name, key)} is a {type(value).__name__}, not a string")
+    return _text(value, where(number, name, key))
+
+
+def _text(value: str, place: str) -> str:
+    """BadInput for half a surrogate pair, as JSON may hold (an emoji that was cut): Python has it, but no tokenizer takes it."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise BadInput(f"{place} is no text: character {error.start} is {value[error.start]!a}, half of a pair; mend the record, or leave it out") from None
     return value
 
 
-def _messages(number: int, record: Record, name: str, key: str) -> list[dict[str, Any]]:
+def messages_of(number: int, record: Record, name: str, key: str) -> list[dict[str, Any]]:
+    """A field that must hold messages, each with a role and a content. BadInput."""
     place = where(number, name, key)
     value = _get(number, record, name, key)
     if not isinstance(value, list) or not value:
@@ -298,6 +308,7 @@ def _messages(number: int, record: Record, name: str, key: str) -> list[dict[str
             raise BadInput(f"{place}: message {i} has no role")
         if not isinstance(message.get("content"), str):
             raise BadInput(f"{place}: message {i} has no content of type string")
+        _text(message["content"], f"{place}: message {i}")
     # Parquet gives every message of a column the same keys, absent ones as None.
     return [{k: v for k, v in message.items() if v is not None} for message in value]
 
@@ -305,7 +316,7 @@ def _messages(number: int, record: Record, name: str, key: str) -> list[dict[str
 def prompt_of(number: int, record: Record, key: str) -> str | list[dict[str, Any]]:
     """The field ``prompt``: a string or messages. BadInput."""
     value = _get(number, record, "prompt", key)
-    return value if isinstance(value, str) else _messages(number, record, "prompt", key)
+    return string_of(number, record, "prompt", key) if isinstance(value, str) else messages_of(number, record, "prompt", key)
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, where: str) -> str:

@@ -52,6 +52,9 @@ def stage(name: str, reads: str, writes: str, function: Any = None, on: Any = "l
         ([source, stage("a", "prompts", "z")], [train], "one stage must read prompts .*source, a do"),
         ([source, stage("a", "x", "z")], [], "nothing is trained"),
         ([source], [dataclasses.replace(train, reads=("y",))], "stage train reads y, which no stage writes"),
+        ([source], [dataclasses.replace(train, reads="x")], "reads of stage train is 'x'; it must be a tuple of names"),
+        ([source, dataclasses.replace(stage("a", "x", "z"), writes="z")], [train], "writes of stage a is 'z'; it must be a tuple of names"),
+        ([source, stage("a", "x", "z", on="rank")], [train], "stage a is on 'rank'; it can be on 'ranks' or 'lead'"),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_stage_and_the_column(stages, updates, says):
@@ -66,6 +69,14 @@ def broken(config):
 
 def misnamed(config):
     return standard(config).replace("reward", "everstep.rl.stages:rewards")
+
+
+def raises(config):
+    raise KeyError("no such stage")
+
+
+def of_two(config, more):
+    return standard(config)
 
 
 def no_pipeline(config):
@@ -83,6 +94,8 @@ def with_critic(config):
         ("pipeline=tests.test_pipeline:misnamed", "has no.*rewards|nothing called 'rewards'"),
         ("pipeline=tests.test_pipeline:no_pipeline", "returned a list"),
         ("pipeline=tests.test_pipeline:nothing", "nothing called 'nothing'"),
+        ("pipeline=tests.test_pipeline:raises", "pipeline=tests.test_pipeline:raises raised KeyError: 'no such stage'"),
+        ("pipeline=tests.test_pipeline:of_two", "cannot be called with 1 positional arguments"),
         ("pipeline=tests.test_pipeline:with_critic", "more .critic.; recipe=grpo trains actor, in one update each"),
     ],
 )
@@ -259,7 +272,8 @@ def test_a_record_of_another_moment_or_other_settings_is_not_used(tmp_path):
     assert records.find(3, 21, settings_digest(conf), notes.append) is None
     assert records.find(4, 20, settings_digest(conf), notes.append) is None
     assert not notes
-    longer = config(PPO, tmp_path, *QUIET, "rl.iterations=99", "rl.eval_every=3", "optimizer.lr=1e-4")
+    longer = config(PPO, tmp_path, *QUIET, "rl.iterations=99", "rl.eval_every=3", "optimizer.lr=1e-4", "critic.optimizer.lr=1e-4",
+                    "reward.timeout_s=99", "reward.workers=5", "rollout.call_timeout_s=99", "rollout.samples_per_batch=3", "data.eval_source=null")
     assert records.find(3, 20, settings_digest(longer), notes.append) is not None
     other = config(PPO, tmp_path, *QUIET, "rl.updates_per_pass=4")
     assert records.find(3, 20, settings_digest(other), notes.append) is None

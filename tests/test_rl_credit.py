@@ -44,6 +44,12 @@ def test_kl_in_the_reward_is_subtracted_token_by_token() -> None:
     assert credit.policy_loss(rl, RolloutConfig(), False, 0.5).args["kl_coef"] == 0  # and not in the loss as well
 
 
+def test_a_completion_that_was_dropped_is_in_no_statistic() -> None:
+    _, metrics = credit.assign(samples(), torch.tensor([1.0, 2, 3, 0]), RlConfig(), 0.0)
+    assert {name: metrics[f"critic/score/{name}"] for name in ("mean", "max", "min")} == {"mean": 2, "max": 3, "min": 1}
+    assert metrics["critic/rewards/min"] == 1
+
+
 def test_the_coefficient_is_pushed_towards_the_target() -> None:
     assert adapted(0.1, kl=0.02, target=0.01, samples=100, horizon_samples=1000) == pytest.approx(0.1 * 1.02)  # at most 20 %
     assert adapted(0.1, kl=0.009, target=0.01, samples=1000, horizon_samples=1000) == pytest.approx(0.1 * 0.9)

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from everstep.config import derive
-from everstep.data.functions import load_function
-from everstep.errors import ConfigError
+from everstep.data.functions import check_arguments, load_function
+from everstep.errors import BadInput, ConfigError
 
 if TYPE_CHECKING:
     from everstep.config.schema import Config, RlConfig
@@ -159,6 +159,12 @@ def _check_names(pipeline: Pipeline) -> None:
     for part in pipeline.parts:
         if not part.name.isidentifier():
             raise PipelineError(f"pipeline: {part.name!r} cannot be the name of a stage; use letters, digits and _")
+        for field in ("reads", "writes"):
+            columns = getattr(part, field, ())
+            if not isinstance(columns, tuple) or not all(isinstance(column, str) for column in columns):
+                raise PipelineError(f"pipeline: {field} of stage {part.name} is {columns!r}; it must be a tuple of names, such as ('scores',)")
+        if isinstance(part, Stage) and part.on not in ("ranks", "lead"):
+            raise PipelineError(f"pipeline: stage {part.name} is on {part.on!r}; it can be on 'ranks' or 'lead'")
     names = [part.name for part in pipeline.parts]
     if doubled := [name for name in names if names.count(name) > 1]:
         raise PipelineError(f"pipeline: two stages are called {doubled[0]}; give each its own name")
@@ -258,7 +264,14 @@ def resolve(config: Config) -> Pipeline:
     """The pipeline that ``config`` names, ordered. BadInput if it cannot be imported or made, PipelineError if it cannot run."""
     if config.pipeline is None:
         return standard(config).ordered()
-    made = load_function(config.pipeline, "pipeline")(config)
+    function = load_function(config.pipeline, "pipeline")
+    check_arguments(function, 1, {}, config.pipeline, "pipeline", "nothing more")
+    try:
+        made = function(config)
+    except BadInput:
+        raise
+    except Exception as error:  # a fault boundary: user code
+        raise PipelineError(f"pipeline={config.pipeline} raised {type(error).__name__}: {error}") from error
     if not isinstance(made, Pipeline):
         raise PipelineError(f"pipeline={config.pipeline} returned a {type(made).__name__}, not an everstep.rl.pipeline.Pipeline")
     pipeline = made.ordered()

@@ -33,6 +33,17 @@ from everstep.errors import EverstepError
 
 FORMAT = 1
 _NOT_KEPT = "record"
+#: Of the sections in a digest of settings, what samples that are there do not depend on.
+_MAY_CHANGE = {
+    "rl": ("iterations", "eval_every", "eval_before"),
+    "data": ("eval_source", "eval_source_args"),
+    "critic": ("optimizer",),
+    "rollout": (
+        "tp", "gpu_memory_fraction", "engine_args", "samples_per_batch", "engines", "colocated", "on_spares", "tokens_per_call", "call_timeout_s",
+        "sync_timeout_s", "engine_restarts", "poison_after", "eval_temperature", "eval_samples",
+    ),
+    "reward": ("timeout_s", "workers", "concurrency"),
+}  # fmt: skip
 
 
 class RecordDamaged(EverstepError):
@@ -55,11 +66,12 @@ class IterationRecord:
 
 
 def settings_digest(config: Config) -> str:
-    """Of the sections that say what the samples of an iteration are and how they are cut into updates. How long the run is, and when it
-    is evaluated, may change."""
+    """Of the sections that say what the samples of an iteration are and how they are cut into updates. How long the run is, how and when it
+    is evaluated, learning rates, and how much time and how many processes anything takes, may change."""
     parts = config.model_dump(mode="json", include={"recipe", "pipeline", "seed", "data", "rl", "critic", "rollout", "reward", "model", "lora"})
-    for key in ("iterations", "eval_every", "eval_before"):
-        del parts["rl"][key]
+    for section, keys in _MAY_CHANGE.items():
+        for key in keys:
+            del parts[section][key]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 

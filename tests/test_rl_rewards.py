@@ -316,6 +316,7 @@ def test_several_terms_with_weights_and_the_overlong_punishment(tmp_path: Path) 
     assert got.values.tolist() == [2.0, -0.25, -0.5] and got.terms == {"exact_match": pytest.approx(1 / 3), "brevity": pytest.approx(-0.5)}
     with scorer(tmp_path, terms, "reward.overlong_cache_tokens=8", "reward.overlong_factor=0.4") as score:
         shaped = score(batch(texts, records))
+        assert torch.equal(score(batch(texts, records), shaped=False).values, got.values), "as an evaluation asks"
     assert shaped.values.tolist() == pytest.approx([2.0, -0.25, -0.5 - 0.4 * 6 / 8])
 
 

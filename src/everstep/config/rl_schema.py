@@ -272,6 +272,6 @@ class RewardConfig(Section):
         None,
         ge=1,
         description="DAPO's soft overlong punishment: in the last so many tokens before rollout.max_response_tokens the reward falls, by "
-        "reward.overlong_factor in the end; null: off.",
+        "reward.overlong_factor in the end; not in evaluations. null: off.",
     )
     overlong_factor: float = Field(1.0, gt=0, description="Punishment of a completion of the greatest length.")

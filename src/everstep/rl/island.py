@@ -39,7 +39,7 @@ class GrpoRollout:
         samples = worker.generate(prompts, Sampling.for_training(config))
         if len(samples):
             self._reward = self._reward or Scorer(config, worker.events)
-            found = self._reward(samples)
+            found = self._reward(samples, whole=len(set(samples.column("group"))) > 1)  # a rank's share may be one prompt
             samples = without_dropped(samples.with_tensors(**found.tensors(drop=config.reward.on_error == "drop")))
         samples = worker.from_collecting_rank(samples)
         if rl.kl_coef > 0:

@@ -107,8 +107,8 @@ class Scorer:
         if self._pool:
             self._pool.close()
 
-    def __call__(self, batch: TrainingBatch, whole: bool = True) -> Scores:
-        """Scores from the columns ``prompt``, ``completion`` and ``record``, and, for the length, ``loss_mask``.
+    def __call__(self, batch: TrainingBatch, whole: bool = True, shaped: bool = True) -> Scores:
+        """Scores from the columns ``prompt``, ``completion`` and ``record``, and, for the length (``shaped``), ``loss_mask``.
 
         RewardFailed with reward.on_error=stop if one failed, and if all did: then it is not the completions. But for a part of an
         iteration's samples (``whole`` is False), which may be of one prompt alone, and its record what is wrong.
@@ -136,7 +136,7 @@ class Scorer:
             raise RewardFailed(batch.sample_ids[row], f"{problem} (completion {batch.column('completion')[row][:200]!r}){many}")
         values = [0.0 if row in failed else value for row, value in enumerate(values)]
         scores = torch.tensor(values, dtype=torch.float32)
-        if self._reward.overlong_cache_tokens:
+        if self._reward.overlong_cache_tokens and shaped:
             lengths = batch["loss_mask"].sum(dim=1).tolist()
             cache, factor = self._reward.overlong_cache_tokens, self._reward.overlong_factor
             scores += torch.tensor([overlong_penalty(int(n), self._longest, cache, factor) for n in lengths])

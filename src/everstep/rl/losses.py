@@ -73,7 +73,7 @@ def aggregate(
 
 
 def log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: RatioLevel = "token") -> Tensor:
-    """Log of the probability ratio new / old of each token, all (B, T), in [-20, 20]; 0 where the mask is.
+    """Log of the probability ratio new / old of each token, all (B, T), in [-20, 20], beyond which there is no gradient; 0 where the mask is.
 
     token           new - old of the token (PPO, GRPO)
     sequence        the mean of these over the completion, on each of its tokens (GSPO, arXiv 2507.18071); its gradient goes
@@ -86,12 +86,12 @@ def log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: Rati
     if level == "token":
         return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     tokens = (mask > 0).sum(dim=1, keepdim=True).clamp(min=1)
-    mean = (difference.sum(dim=1, keepdim=True) / tokens).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    if level == "sequence":
-        return torch.where(mask > 0, mean, 0.0)
+    mean = difference.sum(dim=1, keepdim=True) / tokens
     if level == "sequence_token":
         own = torch.where(mask > 0, logprobs, 0.0)
-        return torch.where(mask > 0, mean.detach() + own - own.detach(), 0.0)
+        mean = mean.detach() + (own - own.detach())
+    if level in ("sequence", "sequence_token"):
+        return torch.where(mask > 0, mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), 0.0)
     raise ConfigError(f"rl.ratio={level!r} is unknown; choose one of {', '.join(get_args(RatioLevel))}")
 
 

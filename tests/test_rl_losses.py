@@ -156,6 +156,15 @@ def test_truncated_importance_sampling(case: dict) -> None:
     check(new.grad, case["expected"]["grad_new_logprobs"], case)
 
 
+def test_weights_of_completions_are_normalised_over_completions_however_long_they_are() -> None:
+    """A long one counts once in the mean, one without tokens not at all."""
+    old, mask = torch.tensor([[0.5, 0.0, 0.0], [0.0, 0.0, 0.0], [9.0, 9.0, 9.0]]), torch.tensor([[1.0, 0, 0], [1, 1, 1], [0, 0, 0]])
+    w = importance.importance_weights(old, torch.zeros(3, 3), mask, "sequence", upper=2.0, normalise=True)
+    own = torch.tensor([0.5, 0.0]).exp()
+    torch.testing.assert_close(w.weights[:2], (own / own.mean()).unsqueeze(1) * mask[:2])
+    assert w.weights[2].eq(0).all() and w.mean == pytest.approx(float((own[0] + 3 * own[1]) / 4))
+
+
 @pytest.mark.parametrize("case", golden("value_loss"))
 def test_value_loss(case: dict) -> None:
     t, p = tensors(case), case["params"]

@@ -339,6 +339,10 @@ def test_whoever_goes_on_makes_the_very_transactions_that_are_left(overrides, tm
     used = [sample for t in whole for sample in t.batch.sample_ids]
     assert len(set(used)) == len(used) == 32 * (len(whole) // per_pass), "every use has its own id, and each pass uses each sample once"
     assert "record" not in whole[0].batch.columns
+    for updates in (actor, critic):
+        assert [t.last for t in updates] == [t is updates[-1] for t in updates]
+        passes = [[s.rpartition("/")[2] for t in updates if t.rl_pass == n for s in t.batch.sample_ids] for n in {t.rl_pass for t in updates}]
+        assert len(set(map(tuple, passes))) == len(passes), "each pass in an order of its own"
     for done in range(len(whole) + 1):
         rest = list(transactions(conf, graph, made, done))
         assert [(t.about, t.lr, t.last) for t in rest] == [(t.about, t.lr, t.last) for t in whole[done:]]

@@ -264,10 +264,10 @@ def resolve(config: Config) -> Pipeline:
     """The pipeline that ``config`` names, ordered. BadInput if it cannot be imported or made, PipelineError if it cannot run."""
     if config.pipeline is None:
         return standard(config).ordered()
-    function = load_function(config.pipeline, "pipeline")
-    check_arguments(function, 1, {}, config.pipeline, "pipeline", "nothing more")
+    make = load_function(config.pipeline, "pipeline")
+    check_arguments(make, 1, {}, config.pipeline, "pipeline", "nothing more")
     try:
-        made = function(config)
+        made = make(config)
     except BadInput:
         raise
     except Exception as error:  # a fault boundary: user code

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from everstep.config import derive
-from everstep.data.functions import load_function
-from everstep.errors import ConfigError
+from everstep.data.functions import check_arguments, load_function
+from everstep.errors import ConfigError, EverstepError
 
 if TYPE_CHECKING:
     from everstep.config.schema import Config, RlConfig
@@ -159,6 +159,9 @@ def _check_names(pipeline: Pipeline) -> None:
     for part in pipeline.parts:
         if not part.name.isidentifier():
             raise PipelineError(f"pipeline: {part.name!r} cannot be the name of a stage; use letters, digits and _")
+        for what in ("reads", "writes"):
+            if isinstance(given := getattr(part, what, ()), str):  # its letters would be taken for names
+                raise PipelineError(f"pipeline: stage {part.name} {what} {given!r}; give a tuple of names: ({given!r},)")
     names = [part.name for part in pipeline.parts]
     if doubled := [name for name in names if names.count(name) > 1]:
         raise PipelineError(f"pipeline: two stages are called {doubled[0]}; give each its own name")
@@ -202,6 +205,7 @@ def _cycle(stuck: Sequence[Stage], writers: dict[str, Stage]) -> list[str]:
 
 _SAMPLES = ("input_ids", "attention_mask", "loss_mask", "rollout_logprobs", "completion", "finished", "rollout_s", "prompt", "record", "group")
 _TOKENS = ("input_ids", "attention_mask")
+_REPORTED = ("attention_mask", "loss_mask", "prompt", "completion", "scores")
 _SCORED_ROLLOUT = "everstep.rl.stages:scored_rollout"
 
 
@@ -258,10 +262,22 @@ def resolve(config: Config) -> Pipeline:
     """The pipeline that ``config`` names, ordered. BadInput if it cannot be imported or made, PipelineError if it cannot run."""
     if config.pipeline is None:
         return standard(config).ordered()
-    made = load_function(config.pipeline, "pipeline")(config)
+    function = load_function(config.pipeline, "pipeline")
+    check_arguments(function, 1, {}, config.pipeline, "pipeline")
+    try:
+        made = function(config)
+    except EverstepError:
+        raise
+    except Exception as error:  # a fault boundary: user code
+        raise PipelineError(f"pipeline={config.pipeline} raised {type(error).__name__}: {error}") from error
     if not isinstance(made, Pipeline):
         raise PipelineError(f"pipeline={config.pipeline} returned a {type(made).__name__}, not an everstep.rl.pipeline.Pipeline")
     pipeline = made.ordered()
+    written = _writers(pipeline.stages)
+    for column in (*_REPORTED, *(("old_logprobs", "ref_logprobs") if config.rl.kl_target else ())):
+        if column not in written:
+            what = "what rl.kl_target steers by" if column not in _REPORTED else "what is logged of an iteration"
+            raise PipelineError(f"pipeline={config.pipeline}: no stage writes {column}, which is {what}; leave the standard stage, or write it in yours")
     trained = ["actor", "critic"] if config.recipe == "ppo" else ["actor"]
     if sorted(update.role for update in pipeline.updates) != trained:
         got = ", ".join(f"{update.name} ({update.role})" for update in pipeline.updates)
@@ -269,5 +285,10 @@ def resolve(config: Config) -> Pipeline:
     for part in pipeline.parts:
         function = part.loss if isinstance(part, Update) else part.function
         if isinstance(function, str):
-            load_function(function, f"pipeline, stage {part.name}")
+            function = load_function(function, f"pipeline, stage {part.name}")
+        if not callable(function):
+            raise PipelineError(f"pipeline: {part.name} has a {type(function).__name__} for a function; give a function, or its name as module:function")
+        given = (None,) if isinstance(part, Update) else (None, None)
+        name = getattr(function, "__name__", type(function).__name__)
+        check_arguments(function, len(given), {}, name, f"pipeline, stage {part.name}")
     return pipeline

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -203,10 +203,12 @@ def prepare_prompts(
         ids = encode_prompt(tokenizer, prompt_of(number, record, key), where(number, "prompt", key))
         if not ids:
             raise BadInput(f"{where(number, 'prompt', key)} is empty: generation needs at least one token to start from")
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        return Tokens(ids, [0] * len(ids), {"prompt": text, "record": record})
+        return Tokens(ids, [0] * len(ids), {"record": record})
 
-    return _fit(records, encode, max_prompt_tokens, too_long, key, "data.max_prompt_tokens", needs_target=False)
+    found = _fit(records, encode, max_prompt_tokens, too_long, key, "data.max_prompt_tokens", needs_target=False)
+    # What was cut off, the model does not see, and a reward function shall not either.
+    text = lambda sample: tokenizer.decode(sample.input_ids, skip_special_tokens=True)
+    return replace(found, samples=[replace(s, columns={"prompt": text(s), **s.columns}) for s in found.samples])
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, Any]], where: str) -> list[int]:

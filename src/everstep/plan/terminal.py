@@ -114,7 +114,7 @@ def size_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 #: Sections that only some recipes read.
-_READERS = {"sft": ("sft",), "dpo": ("dpo",), "critic": ("ppo",), **dict.fromkeys(("warmup", "rl", "rollout", "reward"), ("grpo", "ppo"))}
+_READERS: dict[str, tuple[str, ...]] = {"sft": ("sft",), "dpo": ("dpo",), "critic": ("ppo",), **dict.fromkeys(("warmup", "rl", "rollout", "reward"), ("grpo", "ppo"))}
 
 
 def unread_keys(config: Config) -> list[str]:

@@ -262,10 +262,10 @@ def resolve(config: Config) -> Pipeline:
     """The pipeline that ``config`` names, ordered. BadInput if it cannot be imported or made, PipelineError if it cannot run."""
     if config.pipeline is None:
         return standard(config).ordered()
-    function = load_function(config.pipeline, "pipeline")
-    check_arguments(function, 1, {}, config.pipeline, "pipeline")
+    make = load_function(config.pipeline, "pipeline")
+    check_arguments(make, 1, {}, config.pipeline, "pipeline")
     try:
-        made = function(config)
+        made = make(config)
     except EverstepError:
         raise
     except Exception as error:  # a fault boundary: user code
@@ -288,7 +288,6 @@ def resolve(config: Config) -> Pipeline:
             function = load_function(function, f"pipeline, stage {part.name}")
         if not callable(function):
             raise PipelineError(f"pipeline: {part.name} has a {type(function).__name__} for a function; give a function, or its name as module:function")
-        given = (None,) if isinstance(part, Update) else (None, None)
         name = getattr(function, "__name__", type(function).__name__)
-        check_arguments(function, len(given), {}, name, f"pipeline, stage {part.name}")
+        check_arguments(function, 1 if isinstance(part, Update) else 2, {}, name, f"pipeline, stage {part.name}")
     return pipeline

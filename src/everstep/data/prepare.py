@@ -251,15 +251,20 @@ def _fit(
             continue
         samples.append(Tokens(tokens.input_ids, mask, tokens.columns))
     if excess and too_long == "error":
-        number, length = max(excess, key=lambda item: item[1])
-        more = f", and {len(excess) - 1} more records are too long" if len(excess) > 1 else ""
-        raise BadInput(
-            f"{key}: record {number} has {length} tokens, more than {limit_key}={limit}{more}; raise {limit_key}, "
-            "or set data.too_long=drop, truncate_left or truncate_right"
-        )
+        raise too_long_error(excess, limit, key, limit_key)
     if not samples:
         raise BadInput(f"{key}: none of {len(records)} records can be used (record 0: {dropped[0].reason})")
     return Dataset(key, samples, dropped)
+
+
+def too_long_error(excess: list[tuple[int, int]], limit: int, key: str, limit_key: str) -> BadInput:
+    """``excess``: (record, tokens) of each that is too long; the longest is named, as that is what the limit would have to be."""
+    number, length = max(excess, key=lambda item: item[1])
+    more = f", and {len(excess) - 1} more records are too long" if len(excess) > 1 else ""
+    return BadInput(
+        f"{key}: record {number} has {length} tokens, more than {limit_key}={limit}{more}; raise {limit_key}, "
+        "or set data.too_long=drop, truncate_left or truncate_right"
+    )
 
 
 def _format_of(number: int, record: Record, key: str) -> Format:

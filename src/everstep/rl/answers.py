@@ -62,6 +62,12 @@ def number(text: str) -> float | None:
         return None
 
 
+def leading_number(text: str) -> str:
+    """The number with which a text begins; "" if it begins with something else."""
+    found = _NUMBER.match(text)
+    return found[0] if found else ""
+
+
 def _boxed(text: str) -> str:
     start = text.rfind("\\boxed{")
     if start < 0:

@@ -21,7 +21,7 @@ from everstep.config.rl_schema import RewardConfig
 from everstep.data.functions import check_arguments, load_function
 from everstep.data.source import REASONING_GYM
 from everstep.errors import BadInput
-from everstep.rl.answers import extract_answer, number, right_answer
+from everstep.rl.answers import extract_answer, leading_number, number, right_answer
 
 Reward = Callable[[str, str, dict[str, Any]], Any]
 """(prompt, completion, record) -> a number, or an awaitable of one."""
@@ -39,8 +39,10 @@ def exact_match(prompt: str, completion: str, record: dict[str, Any], extract: s
 def number_match(
     prompt: str, completion: str, record: dict[str, Any], extract: str = "last_number", tolerance: float = 1e-6
 ) -> float:
-    """1 if the extracted answer is the number that the record's answer is (relative ``tolerance``), else 0."""
-    got, want = number(extract_answer(completion, extract)), number(str(right_answer(record)))
+    """1 if the extracted answer is the number that the record's answer is (relative ``tolerance``), else 0. After #### a unit may follow
+    the number, as in verl's scorer of gsm8k: ``#### 18 dollars``."""
+    answer, want = extract_answer(completion, extract), number(str(right_answer(record)))
+    got = number(leading_number(answer) if extract == "hashes" else answer)
     if want is None:
         raise ValueError(f"the record's answer {right_answer(record)!r} is not a number")
     return float(got is not None and math.isclose(got, want, rel_tol=tolerance, abs_tol=tolerance))

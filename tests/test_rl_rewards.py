@@ -284,7 +284,7 @@ def test_several_terms_with_weights_and_the_overlong_punishment(tmp_path: Path) 
     assert got.values.tolist() == [2.0, -0.25, -0.5] and got.terms == {"exact_match": pytest.approx(1 / 3), "brevity": pytest.approx(-0.5)}
     with scorer(tmp_path, terms, "reward.overlong_cache_tokens=8", "reward.overlong_factor=0.4") as score:
         shaped = score(batch(texts, records))
-    assert shaped.values.tolist() == pytest.approx([2.0, -0.25, -0.5 - 0.4 * 6 / 8])
+    assert shaped.values.tolist() == pytest.approx([2.0, -0.25, -0.5 - 0.4 * 6 / 8]) and shaped.unpunished.tolist() == got.values.tolist()
 
 
 def test_a_sample_fails_if_one_of_its_terms_does(tmp_path: Path) -> None:

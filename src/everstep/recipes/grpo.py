@@ -243,12 +243,12 @@ def warm_up(run: Run, state: Callable[[], dict[str, Any]]) -> None:
 
 def evaluate(run: Run, reward: Scorer) -> dict[str, float]:
     """Of the completions (greedy unless rollout.eval_temperature) of the held-out prompts: the share that is right, which means a reward of
-    at least 1, and the mean reward."""
+    at least 1 (a right one that is punished for its length is still right), and the mean reward."""
     assert run.data.eval is not None
     prompts = run.data.eval.first(run.config.rollout.eval_samples)
     answered = run.group.rollout(repeat_prompts(prompts, 1), Sampling.for_evaluation(run.config))
-    scores = run.group.once(reward, answered).values
-    return {ACCURACY: float((scores >= 1.0).float().mean()), REWARD: float(scores.mean())}
+    scores = run.group.once(reward, answered)
+    return {ACCURACY: float((scores.unpunished >= 1.0).float().mean()), REWARD: float(scores.values.mean())}
 
 
 def rollout_metrics(samples: TrainingBatch, config: Config, began_at: int) -> dict[str, float]:

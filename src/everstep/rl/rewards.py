@@ -42,11 +42,12 @@ class RewardFailed(WorkerFailed):
 class Scores:
     """Rewards of B completions.
 
-    ``values`` (B,) float32, 0 where there is none; ``failed``: row -> reason; ``sums``: the sum of each term, before its weight, over
+    ``values`` (B,) float32, 0 where there is none; ``unpunished``: the same before reward.overlong_cache_tokens; ``failed``: row -> reason; ``sums``: the sum of each term, before its weight, over
     the completions for which it has a value, and how many these are.
     """
 
     values: Tensor
+    unpunished: Tensor
     failed: dict[int, str] = field(default_factory=dict)
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)
 
@@ -64,7 +65,7 @@ class Scores:
         """Of these completions and ``more`` after them, by the same functions."""
         failed = self.failed | {len(self.values) + row: reason for row, reason in more.failed.items()}
         sums = {name: (total + more.sums[name][0], count + more.sums[name][1]) for name, (total, count) in self.sums.items()}
-        return Scores(torch.cat([self.values, more.values]), failed, sums)
+        return Scores(torch.cat([self.values, more.values]), torch.cat([self.unpunished, more.unpunished]), failed, sums)
 
     def tensors(self, drop: bool) -> dict[str, Tensor]:
         """As columns of the samples: ``scores`` (B,); with ``drop`` also ``dropped`` (B,), 1 for those that failed."""
@@ -130,13 +131,15 @@ class Scorer:
             row, problem = next(iter(failed.items()))
             many = f"; all {len(batch)} samples failed" if len(failed) == len(batch) > 1 else ""
             raise RewardFailed(batch.sample_ids[row], f"{problem} (completion {batch.column('completion')[row][:200]!r}){many}")
-        scores = torch.tensor(values, dtype=torch.float32)
+        unpunished = torch.tensor(values, dtype=torch.float32)
+        unpunished[list(failed)] = 0.0
+        scores = unpunished.clone()
         if self._reward.overlong_cache_tokens:
             lengths = batch["loss_mask"].sum(dim=1).tolist()
             cache, factor = self._reward.overlong_cache_tokens, self._reward.overlong_factor
             scores += torch.tensor([overlong_penalty(int(n), self._longest, cache, factor) for n in lengths])
         scores[list(failed)] = 0.0
-        return Scores(scores, failed, sums)
+        return Scores(scores, unpunished, failed, sums)
 
     def _record(self, batch: TrainingBatch, failed: dict[int, str]) -> None:
         ids, reasons, action = [batch.sample_ids[row] for row in failed], list(failed.values()), self._reward.on_error

@@ -63,7 +63,7 @@ METRICS: dict[str, str] = {
     "dpo/accuracy": "Share of pairs with a margin above 0.",
     "val/reward_margin": "dpo/reward_margin on held-out pairs.",
     "val/accuracy": "Share of held-out pairs with a margin above 0 (DPO).",
-    "val-core/acc/mean@1": "Share of held-out prompts whose first completion is right (reward of at least 1).",
+    "val-core/acc/mean@1": "Share of held-out prompts whose first completion is right (reward of at least 1, before reward.overlong_cache_tokens).",
     "val-core/reward/mean@1": "Mean reward of the first completion on held-out prompts.",
     **_spread("critic/score", "sum of the raw rewards of a sample that counts"),
     **_spread("critic/rewards", "sum of the rewards of a sample that counts after penalties"),

@@ -65,7 +65,7 @@ def test_the_life_of_checkpoints_in_a_bucket(bucket: Path) -> None:
     assert "damaged in model/param/b[8:16,0:1]" in (damage(bucket / "step-000003") or "")
     assert retire(bucket, keep_last=1) == [], "the only good one stays"
     (worst, good) = listing.rows(bucket, verify=True)
-    assert worst.trouble and worst.is_latest and good.trouble is None
+    assert worst.trouble and worst.pointers == ("latest",) and good.trouble is None
     chosen = choose(bucket, "auto")
     assert (chosen.step, [path.name for path, _ in chosen.skipped]) == (2, ["step-000003"])
     adopt(bucket, chosen)

@@ -344,7 +344,8 @@ def test_too_long(tokenizer) -> None:
     ]
     cut = prepare_prompts(records, tokenizer, 4, "truncate_left")
     assert [tokenizer.decode(s.input_ids) for s in cut.samples] == ["12>", "567>", "456>"], "cut on the left"
-    assert [s.columns["prompt"] for s in cut.samples] == ["12>", "567>", "456>"], "the reward is told what the model saw"
+    assert [s.columns["prompt"] for s in cut.samples] == ["12>", "567>", "456>"], "a reward sees the prompt that the model saw"
+    assert cut.samples[1].columns["record"] == {"prompt": "1234567>"}
     cut = prepare_prompts(records, tokenizer, 4, "truncate_right")
     assert [tokenizer.decode(s.input_ids) for s in cut.samples] == ["12>", "1234", "1234"]
     with pytest.raises(BadInput, match="none of 3 records can be used"):

@@ -39,7 +39,7 @@ ONE = ["layout.replicas=1", "layout.spares=0", "faults=[]"]
 # GRPO with all that it can do, small: a warm-up, several updates, a reference model.
 GRPO = [*ONE, "warmup.steps=2", "warmup.samples_per_step=64", "rl.iterations=3", "rl.prompts_per_step=8", "rl.samples_per_prompt=8",
         "rl.updates_per_pass=2", "rl.kl_coef=0.05", "rl.eval_every=1", "train.micro_batch_size=16", "rollout.eval_samples=8"]
-COSTS = ("timing_s/", "perf/throughput", "dispatch/", "ft/goodput", "t_wall")  # metrics that no two runs share
+COSTS = ("timing_s/", "perf/throughput", "perf/time_per_step", "perf/cpu_memory_used_gb", "dispatch/", "ft/goodput", "t_wall")  # metrics that no two runs share
 
 
 def result(folder: Path) -> Finished:

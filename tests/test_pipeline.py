@@ -15,10 +15,11 @@ from tests.support.runs import DEMO, ROOT, config
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.check import check_plan
+from everstep.engine.loss import LossSpec
 from everstep.errors import BadInput, DeadlineExceeded, EverstepError, WorkerFailed
 from everstep.recipes.updates import transactions
 from everstep.rl import pipeline
-from everstep.rl.execute import Context, execute
+from everstep.rl.execute import Context, execute, loss_of
 from everstep.rl.pipeline import PROMPTS, Pipeline, PipelineError, Stage, Update, standard
 from everstep.rl.record import IterationRecord, IterationRecords, settings_digest
 from everstep.rl.rewards import Scorer
@@ -48,6 +49,7 @@ def stage(name: str, reads: str, writes: str, function: Any = None, on: Any = "l
         ([source, stage("a", "x", "prompts")], [train], "column prompts is written by the data and by stage a"),
         ([source, stage("a", "x", "z"), stage("a", "x", "y")], [train], "two stages are called a"),
         ([source, stage("a b", "x", "z")], [train], "'a b' cannot be the name"),
+        ([source, Stage("a", "m:f", ("x",), "score")], [train], r"a writes 'score'; give a tuple of names: \('score',\)"),
         ([stage("a", "", "x")], [train], "one stage must read prompts .*none does"),
         ([source, stage("a", "prompts", "z")], [train], "one stage must read prompts .*source, a do"),
         ([source, stage("a", "x", "z")], [], "nothing is trained"),
@@ -83,6 +85,27 @@ def no_pipeline(config):
     return [1]
 
 
+def failing(config):
+    return standard(config).replace("advantages", "everstep.rl.stages:advantages", read=("scores",))
+
+
+def without_scores(config):
+    ours = standard(config).replace("advantages", "everstep.rl.stages:advantages", reads=("group", "loss_mask"))
+    return ours.without("reward")
+
+
+def of_nothing():
+    return None
+
+
+def of_one_argument(config):
+    return standard(config).replace("advantages", lambda samples: {}, reads=("scores",))
+
+
+def of_text(config):
+    return standard(config).replace("advantages", 3, reads=("scores",))
+
+
 def with_critic(config):
     return Pipeline(standard(config).stages, (*standard(config).updates, Update("more", "critic", ("loss_mask",), "everstep.rl.stages:critic_loss")))
 
@@ -95,11 +118,18 @@ def with_critic(config):
         ("pipeline=tests.test_pipeline:no_pipeline", "returned a list"),
         ("pipeline=tests.test_pipeline:nothing", "nothing called 'nothing'"),
         ("pipeline=tests.test_pipeline:raises", "pipeline=tests.test_pipeline:raises raised KeyError: 'no such stage'"),
-        ("pipeline=tests.test_pipeline:of_two", "cannot be called with 1 positional arguments"),
+        ("pipeline=tests.test_pipeline:failing", "raised TypeError: .*unexpected keyword argument 'read'"),
+        ("pipeline=tests.test_pipeline:without_scores", "no stage writes scores, which is what is logged"),
+        ("pipeline=tests.test_pipeline:of_nothing", "cannot be called with 1 positional argument"),
+        ("pipeline=tests.test_pipeline:of_two", "cannot be called with 1 positional argument"),
+        ("pipeline=tests.test_pipeline:of_one_argument", "stage advantages=<lambda> cannot be called with 2 positional arguments: too many"),
+        ("reward.function=exact_mtch", "is not a built-in reward; did you mean exact_match"),
+        ("reward.args={weigth: 1}", "unexpected keyword argument 'weigth'"),
+        ("pipeline=tests.test_pipeline:of_text", "advantages has a int for a function"),
         ("pipeline=tests.test_pipeline:with_critic", "more .critic.; recipe=grpo trains actor, in one update each"),
     ],
 )
-def test_a_users_pipeline_is_checked_before_anything_starts(override, says, tmp_path):
+def test_a_users_functions_are_checked_before_anything_starts(override, says, tmp_path):
     with pytest.raises(BadInput, match=says):
         check_plan(config(DEMO, tmp_path, *QUIET, override))
 
@@ -220,6 +250,10 @@ def test_stages_of_both_kinds_really_overlap(tmp_path):
         (lambda c, s: {}, WorkerFailed, "stage a declares that it writes a; it returned $"),
         (lambda c, s: {"a": s["x"], "b": s["x"]}, WorkerFailed, "it returned a, b"),
         (lambda c, s: 3, WorkerFailed, "it returned a int"),
+        (lambda c, s: ({"a": s["x"]}, {"mine/x": "wide"}), WorkerFailed, "stage a: its metric 'mine/x' cannot be logged: could not convert"),
+        (lambda c, s: ({"a": s["x"]}, {"mine/x": s["x"]}), WorkerFailed, "stage a: its metric 'mine/x' cannot be logged"),
+        (lambda c, s: ({"a": s["x"]}, {"critic/oops": 1.0}), WorkerFailed, "unknown metric 'critic/oops'.*prefix of your own"),
+        (lambda c, s: ({"a": s["x"]}, {}, {}), WorkerFailed, r"a tuple that is not \(what it made, a mapping of metrics\)"),
         (lambda c, s: 1 / 0, WorkerFailed, "stage a of iteration 3 failed: ZeroDivisionError"),
         (lambda c, s: {"a": s["y"]}, EverstepError, r"\[y\].*no such tensor"),
         (lambda c, s: c.group.call("mesh", "logprobs"), EverstepError, "a stage on the lead cannot call workers"),
@@ -231,6 +265,29 @@ def test_a_stage_that_does_not_do_what_it_declares_ends_the_run_with_its_name(fu
     graph = Pipeline((source, stage("a", "x", "a", function)), (train,)).ordered()
     with pytest.raises(error, match=says):
         execute(graph, context(conf), Here(), samples_of(2), None)  # type: ignore[arg-type]
+
+
+def test_metrics_of_a_stage_are_numbers_whatever_they_came_as(tmp_path):
+    graph = Pipeline((source, stage("a", "x", "a", lambda c, s: ({"a": s["x"]}, {"mine/sum": s["x"].sum(), "mine/count": len(s)}))), (train,)).ordered()
+    done = execute(graph, context(config(DEMO, tmp_path, *QUIET)), Here(), samples_of(2), None)  # type: ignore[arg-type]
+    assert {type(value) for value in done.metrics.values()} == {float} and done.metrics["mine/count"] == 2.0
+
+
+class Misnamed:
+    metric_names = ("actor/pgloss",)
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (lambda c: 3, "it is a int, not an everstep.engine.loss.LossSpec"),
+        (lambda c: c.nothing, "AttributeError"),
+        (lambda c: LossSpec("tests.test_pipeline:Misnamed"), "unknown metric 'actor/pgloss'; did you mean 'actor/pg_loss'"),
+    ],
+)
+def test_a_loss_that_cannot_be_used_is_refused_before_workers_are_asked(loss, says, tmp_path):
+    with pytest.raises(WorkerFailed, match=f"train of iteration 3: its loss cannot be used: .*{says}"):
+        loss_of(dataclasses.replace(train, loss=loss), context(config(DEMO, tmp_path, *QUIET)))
 
 
 # -- the record -----------------------------------------------------------------------------------------------------------------

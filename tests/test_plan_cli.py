@@ -407,6 +407,12 @@ def test_the_plan_says_which_layers_a_stage_holds() -> None:
     assert "1 empty micro-batch a step" in lines[1]
 
 
+def test_the_plan_says_which_keys_the_recipe_does_not_read() -> None:
+    rows = lambda **changes: dict(size_rows(make_plan(planned(**changes), {})))
+    assert rows(dpo={"beta": 0.2, "steps": 100}, critic={"warmup": 2})["not read by recipe=grpo"] == "dpo.beta, critic.warmup", "100 is the default"
+    assert not [name for name in rows() if "not read" in name]
+
+
 def test_sizes_of_the_plan_are_those_of_the_configuration() -> None:
     plan = make_plan(planned(), {})
     assert plan.sizes == derive.sizes(plan.config)

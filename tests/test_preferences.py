@@ -81,6 +81,8 @@ def test_a_pair_is_dropped_or_cut_as_a_whole(tokenizer) -> None:
     records = [{"prompt": "12>", "chosen": "1", "rejected": "123456"}, {"prompt": "1>", "chosen": "1", "rejected": "2"}]
     with pytest.raises(BadInput, match=r"record 0 has 10 tokens, more than data\.max_tokens=6"):
         pairs(tokenizer, records, 6)
+    with pytest.raises(BadInput, match=r"record 0 has 10 tokens, more than data\.max_tokens=3, and 1 more records are too long"):
+        pairs(tokenizer, records, 3)
     dropped = pairs(tokenizer, records, 6, "drop")
     assert len(dropped) == 1 and [(d.record, d.reason) for d in dropped.dropped] == [(0, "10 tokens, data.max_tokens=6")]
     cut = pairs(tokenizer, records, 6, "truncate_right")

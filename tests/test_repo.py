@@ -110,6 +110,17 @@ def test_metric_names_in_the_code_are_in_the_table() -> None:
                 pytest.fail(f"{path.relative_to(ROOT)}: {error}")
 
 
+def test_metrics_of_the_table_are_written_somewhere() -> None:
+    """What nobody writes is a promise that is not kept. Some names are put together from parts: of phases, of spreads, of a prefix."""
+    code = "".join(path.read_text() for path in SOURCES if path.name != "metrics.py")
+    for name in metrics.METRICS:
+        first, *rest = name.split("/")
+        spread = rest[-1] in ("mean", "max", "min") and f"{name.rpartition('/')[0]}/{{" in code
+        part = first in ("timing_s", "critic") and f'"{rest[0]}"' in code
+        found = f'"{name}"' in code or f"}}/{rest[0]}" in code or spread or part
+        assert found, f"nothing writes {name}"
+
+
 def test_events_in_the_code_are_in_the_registry() -> None:
     """Every emit with a literal name names a known event and every field it promises."""
     calls = 0

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.runs import ROOT, config
+from tests.support.runs import DEMO, ROOT, config
 from torch import Tensor
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.config.schema import RlConfig, RolloutConfig
-from everstep.recipes.grpo import kl_coef_after
+from everstep.recipes.grpo import kl_coef_after, rollout_metrics
 from everstep.rl import credit, pipeline
 from everstep.rl.kl import adapted, mean_kl, token_rewards
 from everstep.rl.record import IterationRecord
@@ -44,10 +44,16 @@ def test_kl_in_the_reward_is_subtracted_token_by_token() -> None:
     assert credit.policy_loss(rl, RolloutConfig(), False, 0.5).args["kl_coef"] == 0  # and not in the loss as well
 
 
-def test_a_completion_that_was_dropped_is_in_no_statistic() -> None:
-    _, metrics = credit.assign(samples(), torch.tensor([1.0, 2, 3, 0]), RlConfig(), 0.0)
-    assert {name: metrics[f"critic/score/{name}"] for name in ("mean", "max", "min")} == {"mean": 2, "max": 3, "min": 1}
-    assert metrics["critic/rewards/min"] == 1
+def test_metrics_are_of_completions_that_count(tmp_path: Path) -> None:
+    """Of the fourth one the reward failed (reward.on_error=drop): it has a 0 for a score, and no token that counts."""
+    scores = torch.tensor([1.0, 3.0, 2.0, 0.0])
+    batch = samples(scores=scores)
+    assert credit.assign(batch, scores, RlConfig(), 0.0)[1]["critic/rewards/min"] == 1.0
+    found = rollout_metrics(batch, config(DEMO, tmp_path, "rollout.max_response_tokens=3", "data.max_tokens=8"), 0)
+    assert [found[f"response_length/{how}"] for how in ("mean", "max", "min")] == [pytest.approx(7 / 3), 3.0, 2.0]
+    assert found["response_length/clip_ratio"] == pytest.approx(1 / 3)
+    assert [found[f"critic/score/{how}"] for how in ("mean", "max", "min")] == [2.0, 3.0, 1.0]
+    assert [found[f"prompt_length/{how}"] for how in ("mean", "max", "min")] == [1.0, 1.0, 1.0]
 
 
 def test_the_coefficient_is_pushed_towards_the_target() -> None:

@@ -69,6 +69,8 @@ def test_built_ins() -> None:
     assert number_match("", "1,000", {"answer": 1000}) == 1
     assert number_match("", "4", {"answer": "3"}) == 0 and number_match("", "", {"answer": "0"}) == 0
     assert number_match("", "<answer>5</answer> 3", {"answer": "3"}, extract="tag") == 0
+    after = {completion: number_match("", f"9\n#### {completion}", {"answer": "1018"}, extract="hashes") for completion in ("1,018", "1018.", "1018 dollars", "9", "all")}
+    assert after == {"1,018": 1, "1018.": 1, "1018 dollars": 1, "9": 0, "all": 0}
     assert position_match("", "134", {"answer": "134"}) == 1
     assert position_match("", "143", {"answer": "134"}) == pytest.approx(1 / 3)
     assert position_match("", "1344", {"answer": "134"}) == 3 / 4, "too long loses"

@@ -290,6 +290,14 @@ def _empty(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("loss", ["train/loss", "dpo/loss"])
+def test_a_run_without_rewards_or_held_out_data_has_a_curve(loss: str, tmp_path: Path) -> None:
+    with Metrics(tmp_path) as metrics:
+        for step in (1, 2):
+            metrics.log(step, {loss: 1.0 / step})
+    assert reward_curve(tmp_path / "metrics.jsonl", _empty(tmp_path / "none"), tmp_path / "curve.png").read_bytes()
+
+
 def test_nothing_to_draw_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="nothing to draw"):
         reward_curve(tmp_path / "metrics.jsonl", tmp_path, tmp_path / "x.png")
@@ -380,7 +388,7 @@ def test_plain_is_one_line_per_step_and_per_recovery() -> None:
     play(console)
     lines = out.getvalue().splitlines()
     assert lines[0] == "resumed [from] nothing: \u2713"
-    assert lines[1] == "iteration 1/3  reward 0.500  tok/s 1234"
+    assert lines[1] == "iteration 1/3  reward 0.500  tok/s/device 1234"
     assert lines[2] == (
         "recovery: replica 1 rank 0 died in step 12 (its process ended); noticed after 0.021 s; survivors computed "
         "again after 0.043 s; full strength after 3.200 s; 4 slots redone"

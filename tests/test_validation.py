@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.support.runs import DEMO, SFT, config, finish
 
-from everstep.checkpoint import manifest
+from everstep.checkpoint import listing, manifest
 from everstep.cluster.forked import ForkedHost
 from everstep.config.check import check_plan
 from everstep.errors import ConfigError
@@ -42,6 +42,7 @@ def test_the_best_checkpoint_outlives_newer_ones_and_a_resume_knows_how_good_it_
     assert named == checkpoints / manifest.folder_name(best) and manifest.damage(named) is None
     assert {path.name for path in manifest.checkpoint_folders(checkpoints)} == {named.name, manifest.folder_name(8)}
     assert manifest.read_run_state(manifest.pointed_at(checkpoints))["recipe"]["best"] == -losses[best]
+    assert [row.pointers for row in listing.rows(checkpoints, verify=False)] == [("latest",), ("best",)]
 
 
 @pytest.mark.full

@@ -365,7 +365,8 @@ def _introduce(
     )
     for dataset in (data.train, data.eval, data.warmup):
         if dataset and dataset.dropped:
-            console.note(f"{dataset.key}: {len(dataset.dropped)} records left out, the first: {dataset.dropped[0].reason}")
+            first = dataset.dropped[0]
+            console.note(f"{dataset.key}: {len(dataset.dropped)} records left out, the first: record {first.record} ({first.reason})")
     if data.eval and (seen := data.held_out_in_training()):
         console.note(f"{data.eval.key}: {seen} of {len(data.eval)} held-out samples are training samples too")
     if chosen.resume == "attach":
@@ -385,8 +386,11 @@ def _conclude(console: Console, the_run: Run, run_dir: RunDir, digest: str) -> N
     for name, value in the_run.summary.items():
         console.note(f"{name.replace('_', ' ')}: {value:.3f}")
     console.note(f"weight hashes of replicas {the_run.group.status()['replicas']} are equal: {digest[:16]}")
-    console.note(f"picture: {reward_curve(the_run.metrics.path, run_dir.events, run_dir.report / 'reward_curve.png')}"
-                 if the_run.metrics else "")
+    try:
+        if the_run.metrics:
+            console.note(f"picture: {reward_curve(the_run.metrics.path, run_dir.events, run_dir.report / 'reward_curve.png')}")
+    except (BadInput, OSError) as error:  # the run is well without it
+        console.note(f"no picture: {error}")
     if not account(events).exact:
         raise InvariantViolated(f"{run_dir.events}: a step or a sample was lost or used twice (see the table)")
 

@@ -27,7 +27,7 @@ class Row:
     nbytes: int
     made: float | None  # seconds since 1970
     layout: str
-    is_latest: bool
+    pointers: tuple[str, ...]  # that name it: latest, best
     trouble: str | None
 
 
@@ -48,7 +48,8 @@ def find(where: str) -> Path:
 def rows(checkpoints: Path, verify: bool) -> list[Row]:
     """Newest first. ``verify``: every byte is read and its checksum compared; else only names and sizes."""
     with storage_errors("looking at", checkpoints):
-        latest, folders = manifest.pointed_at(checkpoints), manifest.checkpoint_folders(checkpoints)
+        folders = manifest.checkpoint_folders(checkpoints)
+        named = {pointer: manifest.pointed_at(checkpoints, pointer) for pointer in (manifest.POINTER, manifest.BEST)}
     found = []
     for folder in folders:
         with storage_errors("reading", folder):
@@ -63,7 +64,8 @@ def rows(checkpoints: Path, verify: bool) -> list[Row]:
             pass  # it is the trouble
         step = manifest.step_of(folder)
         assert step is not None
-        found.append(Row(folder, step, nbytes, made, layout, latest is not None and folder.name == latest.name, trouble))
+        pointers = tuple(pointer for pointer, path in named.items() if path is not None and path.name == folder.name)
+        found.append(Row(folder, step, nbytes, made, layout, pointers, trouble))
     return found
 
 
@@ -73,7 +75,7 @@ def table(found: list[Row], verified: bool) -> Table:
     shown = Table("checkpoint", "made", "size", "saved with", "verified" if verified else "complete")
     for row in found:
         made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.made)) if row.made else ""
-        shown.add_row(row.folder.name + (" (latest)" if row.is_latest else ""), made, size_text(row.nbytes), row.layout, row.trouble or "yes")
+        shown.add_row(row.folder.name + (f" ({', '.join(row.pointers)})" if row.pointers else ""), made, size_text(row.nbytes), row.layout, row.trouble or "yes")
     return shown
 
 

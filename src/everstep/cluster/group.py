@@ -41,6 +41,7 @@ class StepResult:
     slots_redone: int = 0
     members: tuple[int, ...] = ()
     link_bytes: float = 0.0       # sent over the link by the ranks of one replica, mean over replicas
+    memory_gb: dict[str, float] = field(default_factory=dict)  # by the name of the metric, of the rank that has most in use
 
 
 class Group(Protocol):

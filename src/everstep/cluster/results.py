@@ -33,11 +33,14 @@ def combine(
     for report in reports:
         for phase, spent in report.seconds.items():
             seconds[phase] = max(seconds.get(phase, 0.0), spent)
+    memory: dict[str, float] = {}
+    for report in reports:
+        memory |= {name: max(memory.get(name, 0.0), used) for name, used in report.memory_gb.items()}
     return StepResult(
         step=step, applied=first.outcome is Outcome.APPLY, loss=ratios.pop("loss"), divisor=first.sums[0],
         grad_norm=first.grad_norm, lr=lr, metrics=ratios | first.metrics, seconds=seconds, attempts=max(r.attempts for r in reports),
         slots=slots, slots_redone=sum(r.slots_redone for r in per_replica), members=members,
-        link_bytes=sum(r.link_bytes for r in reports) / len(per_replica),
+        link_bytes=sum(r.link_bytes for r in reports) / len(per_replica), memory_gb=memory,
     )
 
 

@@ -28,6 +28,7 @@ from everstep.checkpoint.storage import place
 from everstep.checkpoint.writer import RankWriter, Ticket
 from everstep.cluster import admission, orphaned, rehearsal
 from everstep.cluster.batch import TrainingBatch
+from everstep.cluster.device import memory_gb
 from everstep.cluster.exchange import gather_batches
 from everstep.cluster.formation import Formation, Meant, called_off
 from everstep.cluster.group import Role
@@ -394,7 +395,7 @@ class Worker:
         if self.keeping.is_due(step):
             self.keeping.copy(self.state, step)
         sums, metrics = engine.read_sums(report.sums)
-        return dataclasses.replace(report, sums=sums, metrics=metrics)
+        return dataclasses.replace(report, sums=sums, metrics=metrics, memory_gb=memory_gb(self.device))
 
     def train_round(self, round: Round, slots: Slots, loss: LossSpec, rollout: LossSpec | None, called: Epoch | None) -> StepReport:
         """A round of semi-synchronous training. ``rollout``: names what makes the samples (everstep.cluster.island.Rollout)."""
@@ -404,7 +405,7 @@ class Worker:
             self._rounds_rollout = rollout, made  # kept: it may hold processes
         report = self._transaction.run(RoundWork(self, round, slots, loss.build(), self._rounds_rollout[1]), called)
         sums, metrics = self.engine.read_sums(without_participants(report.sums))
-        return dataclasses.replace(report, sums=sums, metrics=metrics)
+        return dataclasses.replace(report, sums=sums, metrics=metrics, memory_gb=memory_gb(self.device))
 
     def seed_of(self, step: int, slot: int, dp: int) -> int:
         return slot_seed(self.config.seed, step, slot, dp)

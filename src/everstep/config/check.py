@@ -40,6 +40,7 @@ from everstep.recovery.faults import (
     UNHELD_PHASES,
 )
 from everstep.rl import pipeline
+from everstep.rl.reward_functions import terms
 from everstep.telemetry.logs import chosen_levels
 from everstep.telemetry.trackers import check_trackers
 
@@ -335,7 +336,7 @@ def _check_resize(config: Config) -> None:
         if ":" not in recovery.on_resize:
             raise ConfigError(f"{how} is none of keep_batch, {', '.join(SCALES)}, module:function")
         scale = load_function(recovery.on_resize, "recovery.on_resize")
-        check_arguments(scale, 3, {}, recovery.on_resize, "recovery.on_resize", "nothing more")
+        check_arguments(scale, 3, {}, recovery.on_resize, "recovery.on_resize")
     if config.semisync.method != "none":
         raise ConfigError(f"{how} and semisync.method={config.semisync.method}: rounds have no smaller steps; use keep_batch")
     if config.recipe != "sft":
@@ -576,11 +577,10 @@ def _check_functions(config: Config) -> None:
             load_function(spec, key)
     if derive.is_rl(config):
         pipeline.resolve(config)
-        named = [("reward.function", config.reward.function)]
-        named += [(f"reward.terms.{i}.function", term.function) for i, term in enumerate(config.reward.terms)]
-        for key, function in named:
-            if function and ":" in function:
-                load_function(function, key)
+        reward = config.reward
+        functions = [term.function for term in reward.terms] or [reward.function]
+        if not config.data.source.startswith(REASONING_GYM) or None not in functions:  # a task's own scorer takes seconds to make: with its data
+            terms(reward, config.data.source, config.data.source_args)
     elif config.pipeline:
         raise ConfigError(f"pipeline={config.pipeline} makes the iterations of recipe=grpo or ppo, and recipe={config.recipe} has none; leave it out")
 

@@ -237,8 +237,8 @@ class DataConfig(Section):
         "`answer`. For data.source and data.eval_source.",
     )
     shuffle: bool = Field(True, description="Shuffle the order of each pass over the data (from the seed).")
-    max_prompt_tokens: int = Field(512, ge=1, description="Longest prompt in tokens.")
-    max_tokens: int = Field(1024, ge=2, description="Longest training sequence in tokens (SFT; DPO: prompt and completion).")
+    max_prompt_tokens: int = Field(512, ge=1, description="Longest prompt in tokens (RL).")
+    max_tokens: int = Field(1024, ge=2, description="Longest training sequence in tokens (SFT, also the warm-up before RL; DPO: prompt and completion).")
     too_long: Literal["error", "drop", "truncate_left", "truncate_right"] = Field(
         "error",
         description="A record longer than its limit: stop before training, leave it out (reported), or cut off its beginning "

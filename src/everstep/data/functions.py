@@ -43,8 +43,10 @@ def load_function(spec: str, key: str) -> Callable[..., Any]:
     return function
 
 
-def check_arguments(function: Callable[..., Any], count: int, kwargs: dict[str, Any], spec: str, key: str, args_key: str) -> None:
-    """BadInput if ``function`` cannot be called with ``count`` positional arguments and ``kwargs``."""
+def check_arguments(
+    function: Callable[..., Any], count: int, kwargs: dict[str, Any], spec: str, key: str, args_key: str = "keyword arguments"
+) -> None:
+    """BadInput if ``function`` cannot be called with ``count`` positional arguments and ``kwargs``, which ``args_key`` holds."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -52,7 +54,6 @@ def check_arguments(function: Callable[..., Any], count: int, kwargs: dict[str, 
     try:
         signature.bind(*([None] * count), **kwargs)
     except TypeError as error:
-        raise BadInput(
-            f"{key}={spec} cannot be called with {count} positional arguments and {args_key}={kwargs}: {error} "
-            f"(its signature is {signature})"
-        ) from error
+        with_what = [f"{count} positional argument{'' if count == 1 else 's'}"] if count or not kwargs else []
+        with_what += [f"{args_key}={kwargs}"] if kwargs else []
+        raise BadInput(f"{key}={spec} cannot be called with {' and '.join(with_what)}: {error} (its signature is {signature})") from error

@@ -24,6 +24,7 @@ from everstep.data.prepare import (
     messages_of,
     prompt_of,
     string_of,
+    too_long_error,
     where,
 )
 from everstep.data.source import Record
@@ -63,6 +64,7 @@ def prepare_preferences(
     """
     samples: list[Tokens] = []
     dropped: list[Dropped] = []
+    excess: list[tuple[int, int]] = []  # (record, tokens)
     for number, record in enumerate(records):
         pair = [_encode(number, record, side, tokenizer, key) for side in (CHOSEN, "rejected")]
         if pair[0].input_ids == pair[1].input_ids:
@@ -70,10 +72,8 @@ def prepare_preferences(
         longest = max(len(tokens.input_ids) for tokens in pair)
         if longest > max_tokens:
             if too_long == "error":
-                raise BadInput(
-                    f"{key}: record {number} has {longest} tokens, more than data.max_tokens={max_tokens}; raise it, or set "
-                    "data.too_long=drop, truncate_left or truncate_right"
-                )
+                excess.append((number, longest))
+                continue
             if too_long == "drop":
                 dropped.append(Dropped(number, f"{longest} tokens, data.max_tokens={max_tokens}"))
                 continue
@@ -87,6 +87,8 @@ def prepare_preferences(
             dropped.append(Dropped(number, "no token to learn from"))
             continue
         samples += pair
+    if excess:
+        raise too_long_error(excess, max_tokens, key, "data.max_tokens")
     if not samples:
         raise BadInput(f"{key}: none of {len(records)} records can be used (record 0: {dropped[0].reason})")
     return Preferences(key, samples, dropped)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -205,10 +205,10 @@ def prepare_prompts(
             raise BadInput(f"{where(number, 'prompt', key)} is empty: generation needs at least one token to start from")
         return Tokens(ids, [0] * len(ids), {"record": record})
 
-    fitted = _fit(records, encode, max_prompt_tokens, too_long, key, "data.max_prompt_tokens", needs_target=False)
-    seen = lambda tokens: tokenizer.decode(tokens.input_ids, skip_special_tokens=True)
-    samples = [Tokens(tokens.input_ids, tokens.loss_mask, {"prompt": seen(tokens), **tokens.columns}) for tokens in fitted.samples]
-    return Dataset(key, samples, fitted.dropped)
+    found = _fit(records, encode, max_prompt_tokens, too_long, key, "data.max_prompt_tokens", needs_target=False)
+    # What was cut off, the model does not see, and a reward function shall not either.
+    text = lambda sample: tokenizer.decode(sample.input_ids, skip_special_tokens=True)
+    return replace(found, samples=[replace(s, columns={"prompt": text(s), **s.columns}) for s in found.samples])
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, Any]], where: str) -> list[int]:
@@ -251,15 +251,20 @@ def _fit(
             continue
         samples.append(Tokens(tokens.input_ids, mask, tokens.columns))
     if excess and too_long == "error":
-        number, length = max(excess, key=lambda item: item[1])
-        more = f", and {len(excess) - 1} more records are too long" if len(excess) > 1 else ""
-        raise BadInput(
-            f"{key}: record {number} has {length} tokens, more than {limit_key}={limit}{more}; raise {limit_key}, "
-            "or set data.too_long=drop, truncate_left or truncate_right"
-        )
+        raise too_long_error(excess, limit, key, limit_key)
     if not samples:
         raise BadInput(f"{key}: none of {len(records)} records can be used (record 0: {dropped[0].reason})")
     return Dataset(key, samples, dropped)
+
+
+def too_long_error(excess: list[tuple[int, int]], limit: int, key: str, limit_key: str) -> BadInput:
+    """``excess``: (record, tokens) of each that is too long; the longest is named, as that is what the limit would have to be."""
+    number, length = max(excess, key=lambda item: item[1])
+    more = f", and {len(excess) - 1} more records are too long" if len(excess) > 1 else ""
+    return BadInput(
+        f"{key}: record {number} has {length} tokens, more than {limit_key}={limit}{more}; raise {limit_key}, "
+        "or set data.too_long=drop, truncate_left or truncate_right"
+    )
 
 
 def _format_of(number: int, record: Record, key: str) -> Format:

@@ -15,6 +15,8 @@ from everstep.rl import pipeline
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from everstep.config.schema import Config
+
 #: Rate at which the seconds of a heal are quoted; a fair TCP link. Over NVLink or InfiniBand it is far less.
 _QUOTED_BYTES_PER_S = 1e9
 
@@ -106,7 +108,23 @@ def size_rows(plan: Plan) -> list[tuple[str, str]]:
     rows += _island_rows(plan)
     steps = sizes.main.steps + (sizes.warmup.steps if sizes.warmup else 0)
     rows.append(("optimizer steps in all", str(steps) + (f", in {sizes.total_steps} rounds" if plan.config.semisync.method != "none" else "")))
+    if unread := unread_keys(plan.config):
+        rows.append((f"not read by recipe={plan.config.recipe}", ", ".join(unread)))
     return rows
+
+
+#: Sections that only some recipes read.
+_READERS: dict[str, tuple[str, ...]] = {"sft": ("sft",), "dpo": ("dpo",), "critic": ("ppo",), **dict.fromkeys(("warmup", "rl", "rollout", "reward"), ("grpo", "ppo"))}
+
+
+def unread_keys(config: Config) -> list[str]:
+    """Keys that are not at their default, in sections that the recipe does not read. A file may serve several recipes, so that is no error."""
+    found = []
+    for section, recipes in _READERS.items():
+        values, usual = getattr(config, section), type(getattr(config, section))()
+        if config.recipe not in recipes:
+            found += [f"{section}.{key}" for key in type(values).model_fields if getattr(values, key) != getattr(usual, key)]
+    return found
 
 
 def _island_rows(plan: Plan) -> list[tuple[str, str]]:

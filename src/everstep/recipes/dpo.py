@@ -8,7 +8,7 @@ from typing import Any
 from everstep.cluster.batch import TrainingBatch
 from everstep.data import SampleStream
 from everstep.engine.loss import LossSpec
-from everstep.recipes.run import Run, Stopwatch, step_metrics
+from everstep.recipes.run import Run, Stopwatch, pace, step_metrics
 from everstep.recipes.schedule import learning_rate
 from everstep.rl.preference import dpo_terms
 
@@ -37,8 +37,7 @@ def train(run: Run) -> None:
         watch.lap("timing_s/step")
         metrics = step_metrics(result, "train") | {
             "training/pass": pairs.trained / pairs.size,
-            "perf/total_num_tokens": float(tokens),
-            "perf/throughput": tokens / watch.wall,
+            **pace(config, result, tokens, watch.wall),
         }
         last = result.step == total
         if run.data.eval and (last or (dpo.eval_every and result.step % dpo.eval_every == 0)):

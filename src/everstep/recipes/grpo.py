@@ -19,12 +19,12 @@ from everstep.config.schema import Config
 from everstep.data import SampleStream
 from everstep.errors import BadInput
 from everstep.recipes import sft
-from everstep.recipes.run import Run, Stopwatch, step_metrics
+from everstep.recipes.run import Run, Stopwatch, pace, step_metrics
 from everstep.recipes.schedule import learning_rate
 from everstep.recipes.updates import transactions
 from everstep.rl import ahead as ahead_files
 from everstep.rl import credit, island, pipeline
-from everstep.rl.execute import Context, execute, named
+from everstep.rl.execute import Context, execute, loss_of
 from everstep.rl.record import IterationRecord, IterationRecords, settings_digest
 from everstep.rl.rewards import Scorer, without_dropped
 from everstep.rl.rollout import Response, Sampling, repeat_prompts
@@ -115,7 +115,7 @@ def iterate(run: Run, reward: Scorer) -> None:
             group.rollout_ahead(ahead[-1], Sampling.for_training(config))
         watch.lap("timing_s/rollout_ahead")
         for step in transactions(config, stages, record, done=group.committed_step - began_at):
-            loss = named(step.update.loss)(context)
+            loss = loss_of(step.update, context)
             after = state()  # for whoever goes on from the commit record: with this iteration's record, or after it
             if group.committed_step + 1 == began_at + sizes.updates_of(iteration + 1):
                 after |= {"prompts": prompts.state_dict(more=record.prompts_taken), "iteration": iteration + 1,
@@ -133,7 +133,7 @@ def iterate(run: Run, reward: Scorer) -> None:
 
         metrics |= {"training/iteration": float(iteration), "training/pass": prompts.trained / prompts.size}
         metrics["timing_s/step"] = watch.wall
-        metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / watch.wall
+        metrics |= pace(config, result, float(samples["attention_mask"].sum()), watch.wall)
         held_out: dict[str, float] = {}
         if run.data.eval and (iteration == rl.iterations or (rl.eval_every and iteration % rl.eval_every == 0)):
             held_out = evaluate(run, reward)
@@ -242,8 +242,8 @@ def warm_up(run: Run, state: Callable[[], dict[str, Any]]) -> None:
         result = run.train(batches, sft.LOSS, [config.warmup.lr] * inner, state=state() | {"began_at": group.committed_step + 1})
         stream.mark_trained(sum(map(len, batches)))
         tokens = sum(sum(batch.token_counts()) for batch in batches)
-        metrics = step_metrics(result, "train", inner) | {"perf/total_num_tokens": float(tokens)}
-        run.log(result.step, metrics | {"perf/throughput": tokens / watch.lap("timing_s/step")} | watch.seconds, show_at=result.step)
+        metrics = step_metrics(result, "train", inner) | pace(config, result, tokens, watch.lap("timing_s/step"))
+        run.log(result.step, metrics | watch.seconds, show_at=result.step)
         run.verify_if_due()
         run.save_if_due(state)
 
@@ -259,17 +259,21 @@ def evaluate(run: Run, reward: Scorer) -> dict[str, float]:
 
 
 def rollout_metrics(samples: TrainingBatch, config: Config, began_at: int) -> dict[str, float]:
-    """``began_at``: the committed step before the iteration's first update."""
-    lengths = samples["loss_mask"].sum(dim=1)
+    """``began_at``: the committed step before the iteration's first update. Only completions that count are counted: one that was dropped
+    has no token that does."""
     assert samples.weight_versions is not None
-    return {
-        "rollout/staleness": sum(began_at - version for version in samples.weight_versions) / max(len(samples), 1),
-        "response_length/mean": float(lengths.mean()),
-        "response_length/max": float(lengths.max()),
-        "response_length/min": float(lengths.min()),
-        "response_length/clip_ratio": float((lengths >= config.rollout.max_response_tokens).float().mean()),
-        "perf/total_num_tokens": float(samples["attention_mask"].sum()),
-    }
+    metrics = {"rollout/staleness": sum(began_at - version for version in samples.weight_versions) / max(len(samples), 1)}
+    counted = samples["loss_mask"].sum(dim=1) > 0
+    if not counted.any():
+        return metrics
+    counts = samples["loss_mask"][counted] > 0
+    lengths, prompts = counts.sum(dim=1).float(), counts.float().argmax(dim=1).float()  # rows begin with the prompt, without padding
+    scores = samples["scores"][counted]
+    for how in ("mean", "max", "min"):
+        metrics[f"critic/score/{how}"] = float(getattr(scores, how)())
+        metrics[f"response_length/{how}"] = float(getattr(lengths, how)())
+        metrics[f"prompt_length/{how}"] = float(getattr(prompts, how)())
+    return metrics | {"response_length/clip_ratio": float((lengths >= config.rollout.max_response_tokens).float().mean())}
 
 
 def some_completions(samples: TrainingBatch, count: int) -> list[Completion]:

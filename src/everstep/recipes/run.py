@@ -178,7 +178,8 @@ class Run:
         if path is not None:
             if self.group.is_lead:
                 manifest.set_pointer(path, manifest.BEST)
-            self.note(f"saved {path}, the best so far")
+            self._tell_saves()
+            self.note(f"{path.name} is the best so far")
 
     def _dispatch_metrics(self) -> dict[str, float]:
         """What the worker calls since the last line of metrics cost beside the workers' own time."""
@@ -195,9 +196,12 @@ class Run:
 
 
 def step_metrics(result: StepResult, prefix: str, inner_steps: int = 1) -> dict[str, float]:
-    """The metrics that every recipe reports of an optimizer step, or of a round of ``inner_steps``. ``prefix``: ``actor`` or ``train``."""
+    """The metrics that every recipe reports of an optimizer step, or of a round of ``inner_steps``. ``prefix``: ``actor``, ``critic`` or
+    ``train``; the whole loss of the others has a name among the loss's own metrics."""
     return {
         **result.metrics,
+        **({"actor/loss": result.loss} if prefix == "actor" else {}),
+        **result.memory_gb,
         **{f"timing_s/{phase}": spent for phase, spent in result.seconds.items()},
         f"{prefix}/grad_norm": result.grad_norm,
         f"{prefix}/lr": result.lr,
@@ -208,6 +212,12 @@ def step_metrics(result: StepResult, prefix: str, inner_steps: int = 1) -> dict[
         "ft/link_bytes": result.link_bytes,
         "ft/link_bytes_per_inner_step": result.link_bytes / inner_steps,
     }
+
+
+def pace(config: Config, result: StepResult, tokens: float, seconds: float) -> dict[str, float]:
+    """How fast a step was (RL: an iteration) of ``tokens`` in all. Devices are those that took part, and rollout engines' own."""
+    devices = derive.layout(config).ranks_per_replica * len(result.members) + derive.engine_devices(config)
+    return {"perf/total_num_tokens": float(tokens), "perf/time_per_step": seconds, "perf/throughput": tokens / seconds / devices}
 
 
 class Stopwatch:

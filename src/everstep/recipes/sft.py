@@ -9,7 +9,7 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.data import SampleStream
 from everstep.engine.loss import LossSpec
 from everstep.recipes.resize import step_size
-from everstep.recipes.run import Run, Stopwatch, step_metrics
+from everstep.recipes.run import Run, Stopwatch, pace, step_metrics
 from everstep.recipes.schedule import learning_rate
 
 LOSS = LossSpec("everstep.rl.losses:sft_loss")
@@ -40,8 +40,7 @@ def train(run: Run) -> None:
         metrics = step_metrics(result, "train", inner) | {
             "training/pass": stream.trained / stream.size,
             "training/inner_step": float(done),
-            "perf/total_num_tokens": float(tokens),
-            "perf/throughput": tokens / watch.lap("timing_s/step"),
+            **pace(config, result, tokens, watch.lap("timing_s/step")),
         }
         every = config.sft.eval_every
         if run.data.eval and (done == total or (every and done // every > (done - inner) // every)):

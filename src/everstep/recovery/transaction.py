@@ -149,6 +149,7 @@ class StepReport:
     metrics: dict[str, float] = field(default_factory=dict)
     slots_dealt: int = 0  # to this replica, at first
     link_bytes: int = 0  # sent by this rank over the link, in all attempts
+    memory_gb: dict[str, float] = field(default_factory=dict)  # of its process and device, by the name of the metric
 
 
 class Transaction:

@@ -69,6 +69,12 @@ def _tagged(text: str) -> str:
     return found.strip()
 
 
+def leading_number(text: str) -> str:
+    """The number with which a text begins; "" if it begins with something else."""
+    found = _NUMBER.match(text)
+    return found[0] if found else ""
+
+
 def _boxed(text: str) -> str:
     start = text.rfind("\\boxed{")
     if start < 0:

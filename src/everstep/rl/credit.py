@@ -44,8 +44,8 @@ def assign(
             samples = samples.with_tensors(importance_weights=weights.weights)
             metrics["rollout_corr/rollout_is_mean"] = weights.mean
             metrics["rollout_corr/rollout_is_ratio_fraction_high"] = weights.beyond
-    used = (mask > 0).any(dim=1)  # a completion without a token that counts has no score: its 0 stands for none
-    spreads = [("score", scores[used]), ("rewards", rewards.sum(dim=1)[used]), ("advantages", estimates[mask > 0])]
+    counted = (mask > 0).any(dim=1)  # a completion that was dropped has no reward
+    spreads = [("rewards", rewards.sum(dim=1)[counted]), ("advantages", estimates[mask > 0])]
     if values is not None and returns is not None:
         spreads += [("values", values[mask > 0]), ("returns", returns[mask > 0])]
     for name, numbers in spreads:

@@ -21,10 +21,12 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.group import Group
 from everstep.config.schema import Config
 from everstep.data.functions import load_function
+from everstep.engine.loss import LossSpec
 from everstep.errors import DeadlineExceeded, EverstepError, WorkerFailed
-from everstep.rl.pipeline import PROMPTS, Pipeline, Stage
+from everstep.rl.pipeline import PROMPTS, Pipeline, Stage, Update
 from everstep.rl.rewards import Scorer
 from everstep.telemetry.events import EventLog
+from everstep.telemetry.metrics import check_name
 
 
 @dataclass(frozen=True)
@@ -141,10 +143,25 @@ def named(function: str | Callable[..., Any]) -> Callable[..., Any]:
     return load_function(function, "pipeline") if isinstance(function, str) else function
 
 
+def loss_of(update: Update, context: Context) -> LossSpec:
+    """The loss of an update's transactions, for the workers to build. WorkerFailed if it cannot be made, or its metrics cannot be logged."""
+    try:
+        spec = named(update.loss)(context)
+        if not isinstance(spec, LossSpec):
+            raise TypeError(f"it is a {type(spec).__name__}, not an everstep.engine.loss.LossSpec")
+        for name in spec.build().metric_names:
+            check_name(name)
+    except EverstepError:
+        raise
+    except Exception as error:  # a fault boundary: user code
+        raise WorkerFailed(f"{update.name} of iteration {context.iteration}: its loss cannot be used: {type(error).__name__}: {error}") from error
+    return spec
+
+
 def _join(stage: Stage, done: Execution, made: Any) -> None:
     """Take over what the stage made; WorkerFailed if it is not what the stage declares."""
     if isinstance(made, tuple):
-        made, metrics = made
+        made, metrics = _with_metrics(stage, made)
         done.metrics.update(metrics)
     if PROMPTS in stage.reads:
         if not isinstance(made, TrainingBatch):
@@ -159,3 +176,17 @@ def _join(stage: Stage, done: Execution, made: Any) -> None:
     tensors = {name: value for name, value in made.items() if isinstance(value, Tensor)}
     columns = {name: list(value) for name, value in made.items() if name not in tensors}
     done.samples = done.samples.with_tensors(**tensors).with_columns(**columns)
+
+
+def _with_metrics(stage: Stage, made: tuple[Any, ...]) -> tuple[Any, dict[str, float]]:
+    """(what the stage made, its metrics as numbers that the record can hold). WorkerFailed if they are not such, or have a name of ours."""
+    if len(made) != 2 or not isinstance(made[1], Mapping):
+        raise WorkerFailed(f"stage {stage.name} returned a tuple that is not (what it made, a mapping of metrics)")
+    metrics: dict[str, float] = {}
+    for name, value in made[1].items():
+        try:
+            check_name(name)
+            metrics[name] = float(value)
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:  # torch: a tensor of several elements
+            raise WorkerFailed(f"stage {stage.name}: its metric {name!r} cannot be logged: {error}; give a number, under a prefix of your own") from None
+    return made[0], metrics

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from everstep.config import derive
 from everstep.data.functions import check_arguments, load_function
-from everstep.errors import BadInput, ConfigError
+from everstep.errors import ConfigError, EverstepError
 
 if TYPE_CHECKING:
     from everstep.config.schema import Config, RlConfig
@@ -208,6 +208,7 @@ def _cycle(stuck: Sequence[Stage], writers: dict[str, Stage]) -> list[str]:
 
 _SAMPLES = ("input_ids", "attention_mask", "loss_mask", "rollout_logprobs", "completion", "finished", "rollout_s", "prompt", "record", "group")
 _TOKENS = ("input_ids", "attention_mask")
+_REPORTED = ("attention_mask", "loss_mask", "prompt", "completion", "scores")
 _SCORED_ROLLOUT = "everstep.rl.stages:scored_rollout"
 
 
@@ -268,13 +269,18 @@ def resolve(config: Config) -> Pipeline:
     check_arguments(make, 1, {}, config.pipeline, "pipeline", "nothing more")
     try:
         made = make(config)
-    except BadInput:
+    except EverstepError:
         raise
     except Exception as error:  # a fault boundary: user code
         raise PipelineError(f"pipeline={config.pipeline} raised {type(error).__name__}: {error}") from error
     if not isinstance(made, Pipeline):
         raise PipelineError(f"pipeline={config.pipeline} returned a {type(made).__name__}, not an everstep.rl.pipeline.Pipeline")
     pipeline = made.ordered()
+    written = _writers(pipeline.stages)
+    for column in (*_REPORTED, *(("old_logprobs", "ref_logprobs") if config.rl.kl_target else ())):
+        if column not in written:
+            what = "what rl.kl_target steers by" if column not in _REPORTED else "what is logged of an iteration"
+            raise PipelineError(f"pipeline={config.pipeline}: no stage writes {column}, which is {what}; leave the standard stage, or write it in yours")
     trained = ["actor", "critic"] if config.recipe == "ppo" else ["actor"]
     if sorted(update.role for update in pipeline.updates) != trained:
         got = ", ".join(f"{update.name} ({update.role})" for update in pipeline.updates)
@@ -282,5 +288,9 @@ def resolve(config: Config) -> Pipeline:
     for part in pipeline.parts:
         function = part.loss if isinstance(part, Update) else part.function
         if isinstance(function, str):
-            load_function(function, f"pipeline, stage {part.name}")
+            function = load_function(function, f"pipeline, stage {part.name}")
+        if not callable(function):
+            raise PipelineError(f"pipeline: {part.name} has a {type(function).__name__} for a function; give a function, or its name as module:function")
+        name = getattr(function, "__name__", type(function).__name__)
+        check_arguments(function, 1 if isinstance(part, Update) else 2, {}, name, f"pipeline, stage {part.name}")
     return pipeline

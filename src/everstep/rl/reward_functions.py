@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib.util
 import inspect
+import logging
 import math
 import re
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from everstep.config.rl_schema import RewardConfig
 from everstep.data.functions import check_arguments, load_function
 from everstep.data.source import REASONING_GYM
 from everstep.errors import BadInput
-from everstep.rl.answers import extract_answer, number, right_answer
+from everstep.rl.answers import extract_answer, leading_number, number, right_answer
 
 Reward = Callable[[str, str, dict[str, Any]], Any]
 """(prompt, completion, record) -> a number, or an awaitable of one."""
@@ -39,8 +41,10 @@ def exact_match(prompt: str, completion: str, record: dict[str, Any], extract: s
 def number_match(
     prompt: str, completion: str, record: dict[str, Any], extract: str = "last_number", tolerance: float = 1e-6
 ) -> float:
-    """1 if the extracted answer is the number that the record's answer is (relative ``tolerance``), else 0."""
-    got, want = number(extract_answer(completion, extract)), number(str(right_answer(record)))
+    """1 if the extracted answer is the number that the record's answer is (relative ``tolerance``), else 0. After #### a unit may follow
+    the number, as in verl's scorer of gsm8k: ``#### 18 dollars``."""
+    answer, want = extract_answer(completion, extract), number(str(right_answer(record)))
+    got = number(leading_number(answer) if extract == "hashes" else answer)
     if want is None:
         raise ValueError(f"the record's answer {right_answer(record)!r} is not a number")
     return float(got is not None and math.isclose(got, want, rel_tol=tolerance, abs_tol=tolerance))
@@ -60,6 +64,7 @@ def math_verify(prompt: str, completion: str, record: dict[str, Any]) -> float:
     """
     import math_verify as library
 
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
     want = str(right_answer(record))
     gold = library.parse(want if "\\boxed" in want or "$" in want else f"\\boxed{{{want}}}", parsing_timeout=None)  # type: ignore[arg-type]
     if not gold:
@@ -197,11 +202,8 @@ def _check_built_in(name: str, function: Reward, args: dict[str, Any], key: str)
             re.compile(args["pattern"])
         except re.error as error:
             raise BadInput(f"{key}.args.pattern={args['pattern']!r} is not a regular expression: {error}") from error
-    if name == "math_verify":
-        try:
-            import math_verify as _  # noqa: F401
-        except ImportError as error:
-            raise BadInput(f"{key}.function=math_verify needs the package math-verify (pip install math-verify)") from error
+    if name == "math_verify" and importlib.util.find_spec("math_verify") is None:
+        raise BadInput(f"{key}.function=math_verify needs the package math-verify (pip install math-verify)")
 
 
 # ------------------------------------------------------------------------------------------------ calling

@@ -45,7 +45,7 @@ STEP_LINE = (
     ("actor/grad_norm", "grad", ".3f"),
     ("train/grad_norm", "grad", ".3f"),
     ("response_length/mean", "length", ".1f"),
-    ("perf/throughput", "tok/s", ".0f"),
+    ("perf/throughput", "tok/s/device", ".0f"),
     ("timing_s/step", "time", ".2f"),
     ("ft/live_replicas", "replicas", ".0f"),
     ("ft/attempts", "attempts", ".0f"),

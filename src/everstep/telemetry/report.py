@@ -25,6 +25,7 @@ REWARD = "reward (training samples)"
 CURVES = (
     ("critic/score/mean", REWARD, False),
     ("train/loss", "training loss", False),
+    ("dpo/loss", "loss of pairs", False),
     ("val-core/acc/mean@1", "accuracy (held-out prompts)", True),
     ("val/loss", "held-out loss", True),
 )

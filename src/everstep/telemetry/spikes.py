@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 
 #: Metrics that are looked at, where a run has them.
-WATCHED = ("train/loss", "train/grad_norm", "actor/grad_norm")
+WATCHED = ("train/loss", "train/grad_norm", "dpo/loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm")
 _DEVIATIONS = 6 * 1.4826
 _LEAST = 8  # values before anything is judged
 

@@ -76,7 +76,7 @@ class Up:
                     found.append(process)
         return sorted(found, key=lambda p: p.create_time())
 
-    def wait_for_commit(self, step: int, timeout_s: float = 240.0) -> None:
+    def wait_for_commit(self, step: int, timeout_s: float = 120.0) -> None:
         end = time.monotonic() + timeout_s
         while committed(self.folder) < step:
             assert self.process.poll() is None, self.process.communicate()

@@ -292,6 +292,37 @@ def test_a_rank_whose_file_did_not_arrive_voids_the_save(tmp_path: Path) -> None
     assert choose(tmp_path, "must").step == 1 and pointed_at(tmp_path) == tmp_path / "step-000001"
 
 
+def test_everything_is_forced_to_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss of power must not leave a name without its content. What is asked of the kernel, in order."""
+    asked: list[tuple[str, str]] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def told(what: str, path: str, act: Callable[..., None], *args: object) -> None:
+        act(*args)
+        asked.append((what, os.path.relpath(path, tmp_path)))
+
+    monkeypatch.setattr(os, "fsync", lambda fd: told("sync", os.readlink(f"/proc/self/fd/{fd}"), fsync, fd))
+    monkeypatch.setattr(os, "rename", lambda source, target: told("name", str(target), rename, source, target))
+    monkeypatch.setattr(os, "replace", lambda source, target: told("name", str(target), replace, source, target))
+    folder = save(tmp_path, 2)
+    work = "step-000002.partial"
+    files = [f"{work}/{path.relative_to(folder)}" for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    manifest, published, pointed = (asked.index(("name", name)) for name in (f"{work}/manifest.json", "step-000002", "latest"))
+    assert len(files) == 4 and all(("sync", name) in asked[:manifest] for name in (*files, work, f"{work}/state"))
+    assert any(what == "sync" and ".manifest.json." in name for what, name in asked[:manifest])
+    assert ("sync", work) in asked[manifest:published] and ("sync", ".") in asked[published:pointed]
+    assert any(what == "sync" and name.startswith(".latest.") for what, name in asked[:pointed]) and ("sync", ".") in asked[pointed:]
+
+
+def test_a_file_that_arrived_cut_short_voids_the_save(tmp_path: Path) -> None:
+    partial = begin(tmp_path, 2)
+    files = write_shares(partial, 2)[0].files
+    os.truncate(shard(partial), 100)
+    with pytest.raises(CheckpointError, match=r"002-0\.000-000\.safetensors: its rank wrote \d+ bytes, there are 100; the save is void"):
+        publish(partial, 2, inner_layout(LAYOUT), {}, files)
+    assert choose(tmp_path, "auto").path is None and pointed_at(tmp_path) is None
+
+
 # ---------------------------------------------------------------- damage
 
 

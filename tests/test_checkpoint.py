@@ -292,6 +292,37 @@ def test_a_rank_whose_file_did_not_arrive_voids_the_save(tmp_path: Path) -> None
     assert choose(tmp_path, "must").step == 1 and pointed_at(tmp_path) == tmp_path / "step-000001"
 
 
+def test_everything_is_forced_to_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss of power must not leave a name without its content. What is asked of the kernel, in order."""
+    asked: list[tuple[str, str]] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def told(what: str, path: str, act: Callable[..., None], *args: object) -> None:
+        act(*args)
+        asked.append((what, os.path.relpath(path, tmp_path)))
+
+    monkeypatch.setattr(os, "fsync", lambda fd: told("sync", os.readlink(f"/proc/self/fd/{fd}"), fsync, fd))
+    monkeypatch.setattr(os, "rename", lambda source, target: told("name", str(target), rename, source, target))
+    monkeypatch.setattr(os, "replace", lambda source, target: told("name", str(target), replace, source, target))
+    folder = save(tmp_path, 2)
+    work = "step-000002.partial"
+    files = [f"{work}/{path.relative_to(folder)}" for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    manifest, published, pointed = (asked.index(("name", name)) for name in (f"{work}/manifest.json", "step-000002", "latest"))
+    assert len(files) == 4 and all(("sync", name) in asked[:manifest] for name in (*files, work, f"{work}/state"))
+    assert any(what == "sync" and ".manifest.json." in name for what, name in asked[:manifest])
+    assert ("sync", work) in asked[manifest:published] and ("sync", ".") in asked[published:pointed]
+    assert any(what == "sync" and name.startswith(".latest.") for what, name in asked[:pointed]) and ("sync", ".") in asked[pointed:]
+
+
+def test_a_file_that_arrived_cut_short_voids_the_save(tmp_path: Path) -> None:
+    partial = begin(tmp_path, 2)
+    files = write_shares(partial, 2)[0].files
+    os.truncate(shard(partial), 100)
+    with pytest.raises(CheckpointError, match=r"002-0\.000-000\.safetensors: its rank wrote \d+ bytes, there are 100; the save is void"):
+        publish(partial, 2, inner_layout(LAYOUT), {}, files)
+    assert choose(tmp_path, "auto").path is None and pointed_at(tmp_path) is None
+
+
 # ---------------------------------------------------------------- damage
 
 
@@ -309,6 +340,53 @@ def test_the_tensor_with_the_flipped_bit_is_named(tmp_path: Path) -> None:
     flip_a_bit(shard(folder, 1), -3)
     with pytest.raises(BadInput, match=r"0\.001-000\.safetensors: damaged in model/param/b\[8:16,0:1\], checksum"):
         verify(folder)
+
+
+def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
+    """Sizes and checksums of the rest it has; of itself too."""
+    path = save(tmp_path, 1) / "manifest.json"
+    content = path.read_bytes()
+    for at in range(len(content)):
+        flipped = bytearray(content)
+        flipped[at] ^= 1 << at % 7
+        path.write_bytes(flipped)
+        assert incomplete(tmp_path / "step-000001"), content[: at + 1].rpartition(b"\n")[2]
+    raw = json.loads(content)
+    path.write_text(json.dumps(raw))
+    assert incomplete(tmp_path / "step-000001") is None, "laid out in another way it says the same"
+    del raw["xxh3_128"]
+    path.write_text(json.dumps(raw))
+    assert incomplete(tmp_path / "step-000001") is None, "as everstep wrote it before"
+
+
+def test_a_folder_with_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 3).rename(tmp_path / "step-000009")
+    with pytest.raises(BadInput, match=r"is of step 3, which its folder's name is not; call it step-000003 again"):
+        choose(tmp_path, "9")
+    assert "is of step 3" in choose(tmp_path, "auto").explain()
+    (tmp_path / "step-000009").rename(tmp_path / "the-good-one")
+    assert choose(tmp_path, str(tmp_path / "the-good-one")).step == 3
+
+
+@pytest.mark.parametrize("victim", ["", "step-000002/manifest.json", "step-000002/run.json"])
+def test_what_cannot_be_looked_at_is_not_passed_over(victim: str) -> None:
+    """Another user's files, say: the newest checkpoint may be whole, and to go on from an older one would lose steps."""
+    with tempfile.TemporaryDirectory() as name:
+        checkpoints = Path(name) / "checkpoints"
+        for step in (1, 2):
+            save(checkpoints, step)
+        Path(name).chmod(0o755)
+        (checkpoints / victim).chmod(0)
+
+        def body() -> None:
+            if os.geteuid() == 0:
+                os.setuid(65534)  # root may read anything
+            for resume in ("auto", "must", "2"):
+                with pytest.raises(CheckpointError, match=r"failed: .*Permission denied.*; let this user read it$"):
+                    choose(checkpoints, resume)
+
+        assert in_child(body) == 0
+        (checkpoints / victim).chmod(0o755)
 
 
 def test_truncated_missing_and_unreadable_files_are_named(tmp_path: Path) -> None:
@@ -475,10 +553,37 @@ def test_going_back_to_a_step_leaves_the_abandoned_future_out_of_sight(tmp_path:
 
 def test_a_path_from_another_run_is_used_and_left_alone(tmp_path: Path) -> None:
     other = save(tmp_path / "other", 9)
-    save(tmp_path / "mine", 12)
+    before = entries_of(tmp_path / "other")
     chosen = choose(tmp_path / "mine", str(other))
     assert (chosen.path, chosen.step, chosen.skipped) == (other, 9, [])
-    assert adopt(tmp_path / "mine", chosen) == [] and pointed_at(tmp_path / "mine") == tmp_path / "mine/step-000012"
+    (tmp_path / "mine").mkdir()
+    assert adopt(tmp_path / "mine", chosen) == [] and pointed_at(tmp_path / "mine") is None
+    assert entries_of(tmp_path / "other") == before
+
+
+@pytest.mark.parametrize("own", [[12], [5, 9, 12]])
+def test_what_a_run_saved_before_it_went_on_from_elsewhere_is_not_taken_for_its_own(tmp_path: Path, own: list[int]) -> None:
+    """Else the save of step 12 would find one already, of another history, and a crash before it would return there."""
+    other = save(tmp_path / "other", 9)
+    for step in own:
+        set_pointer(save(tmp_path / "mine", step), "best")
+    mine = tmp_path / "mine"
+    chosen = choose(mine, str(other))
+    assert [path.name for path, _ in chosen.skipped] == [f"step-{step:06d}" for step in reversed(own) if step >= 9]
+    adopt(mine, chosen)
+    assert existing(mine, 9) is None and existing(mine, 12) is None and damage(mine / "set-aside/step-000012") is None
+    assert pointed_at(mine) == (mine / "step-000005" if 5 in own else None), "it names what is there"
+    assert pointed_at(mine, "best") is None
+    set_aside = choose(mine, str(mine / "set-aside/step-000012"))
+    assert (set_aside.step, set_aside.skipped) == (12, [])
+
+
+def test_a_save_that_died_is_not_gone_on_from_by_its_path(tmp_path: Path) -> None:
+    """It may be whole, but is swept up before it would be read."""
+    save(tmp_path, 3)
+    save(tmp_path, 4).rename(tmp_path / "step-000004.partial")
+    with pytest.raises(BadInput, match=r"step-000004.partial: not a checkpoint but a save that died or is on its way"):
+        choose(tmp_path, str(tmp_path / "step-000004.partial"))
 
 
 def test_nothing_to_resume(tmp_path: Path) -> None:

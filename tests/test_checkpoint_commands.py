@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from tests.support.runs import ROOT, SFT, command, config, finish
 
-from everstep import cli
-from everstep.checkpoint.manifest import checkpoint_folders, damage
+from everstep import attempt, cli
+from everstep.checkpoint import listing
+from everstep.checkpoint.manifest import checkpoint_folders, damage, sweep
 from everstep.cluster.forked import ForkedHost
 from everstep.config import load as config_files
 from everstep.data import check
+from everstep.errors import BadInput
 from everstep.telemetry.metrics import read_metrics
 from support import object_stores
 from support.checkpoints import flip_a_bit
@@ -76,6 +80,70 @@ def test_checkpoints_lists_verifies_and_prunes(run_folder: Path, capsys: pytest.
     code, said = everstep(capsys, "checkpoints", str(run_folder), "--prune", "--keep-last", "1", "--verify")
     assert code == 3 and "deleted" not in said, "the newest is damaged, so the one before it is the only good one"
     assert damage(at / "step-000004") is None
+
+
+@pytest.mark.parametrize(
+    ("pointer", "named", "says"),
+    [("latest", "", "names '', which is no checkpoint"), ("latest", "step-000077", "names step-000077, which is not there"),
+     ("best", "../x", "names '../x', which is no checkpoint")],
+)
+def test_a_pointer_to_nothing_is_told_and_hides_no_checkpoint(
+    pointer: str, named: str, says: str, run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = run_folder / "checkpoints"
+    (at / pointer).write_text(named + "\n")
+    code, said = everstep(capsys, "checkpoints", str(run_folder))
+    assert code == 3 and f"{at / pointer}: {says}" in said and said.count("yes") == 4
+    assert everstep(capsys, "checkpoints", str(run_folder), "--prune")[0] in (2, 3) and len(checkpoint_folders(at)) >= 2
+
+
+def test_a_run_that_saves_elsewhere_now_is_looked_at_there(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It began in its own folder, which has old checkpoints still."""
+    conf = config(SFT, run_folder, f"checkpoint.path={tmp_path / 'elsewhere'}")
+    config_files.save(conf, run_folder / "configs" / "resolved.yaml")
+    save(tmp_path / "elsewhere", 7)
+    code, said = everstep(capsys, "checkpoints", str(run_folder))
+    assert code == 0 and "step-000007 (latest)" in said and "step-000004" not in said
+
+
+def test_prune_while_the_run_saves_and_deletes_itself(run_folder: Path) -> None:
+    """Both delete the same: neither fails, and what the run is writing stays."""
+    at = run_folder / "checkpoints"
+    failures: list[BaseException] = []
+
+    def pruning() -> None:
+        try:
+            while not over.is_set():
+                listing.prune(str(run_folder), at, 2, 0)
+        except BaseException as error:
+            failures.append(error)
+
+    over, pruner = threading.Event(), threading.Thread(target=pruning)
+    pruner.start()
+    for step in range(5, 15):
+        save(at, step, keep_last=2)
+        sweep(at)
+    over.set()
+    pruner.join()
+    assert not failures
+    assert [(folder.name, damage(folder)) for folder in checkpoint_folders(at)] == [("step-000014", None), ("step-000013", None)]
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "says"),
+    [
+        ({"recipe": "dpo"}, [], "was made with recipe=dpo, this run has sft"),
+        ({"lora": {"rank": 0}}, ["lora.rank=4"], "was made with lora.rank=0, this run has 4"),
+        ({"lora": {"rank": 4, "alpha": 8.0}}, ["lora.rank=4"], "was made with lora.alpha=8.0, this run has 16.0"),
+        ({"model": {"dtype": "bfloat16"}}, [], "was made with model.dtype=bfloat16, this run has float32"),
+    ],
+)
+def test_what_was_made_otherwise_is_refused_before_anything_is_put_aside(made: dict[str, Any], given: list[str], says: str, run_folder: Path) -> None:
+    at = run_folder / "checkpoints"
+    (at / "step-000002" / "config.yaml").write_text(yaml.safe_dump(made))
+    with pytest.raises(BadInput, match=re.escape(f"step-000002: {says}")):
+        attempt.prepare(config(SFT, run_folder, "resume=2", *given), clean=False)
+    assert len(checkpoint_folders(at)) == 4 and (at / "latest").read_text() == "step-000004\n" and not (run_folder / "logs").exists()
 
 
 @pytest.mark.parametrize(
@@ -186,8 +254,11 @@ def test_export_makes_the_model_that_was_trained(
         assert all(path.name in told for path in out.iterdir()), "every file is told"
         return out
 
+    if not store:  # nobody vouches for it: it is in no manifest
+        (Path(where) / "step-000004" / "model" / "stray").symlink_to("/etc/hostname")
     before = AutoModelForCausalLM.from_pretrained(SUMS, dtype=torch.float32)
     whole = AutoModelForCausalLM.from_pretrained(exported(), dtype=torch.float32)
+    assert not (tmp_path / "out0" / "stray").exists()
     assert loss_of(whole, held_out) == pytest.approx(said, rel=1e-4)
     assert abs(loss_of(before, held_out) - said) > 0.05 * said, "training changed it"
     if lora:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -16,9 +17,9 @@ from tests.support.runs import SFT, config, finish
 from tests.test_faults import assert_invariants
 
 from everstep.checkpoint import listing
-from everstep.checkpoint.choose import adopt, choose
+from everstep.checkpoint.choose import Chosen, adopt, choose
 from everstep.checkpoint.index import Index
-from everstep.checkpoint.manifest import checkpoint_folders, damage, incomplete, pointed_at, retire, sweep
+from everstep.checkpoint.manifest import checkpoint_folders, damage, existing, incomplete, pointed_at, retire, sweep
 from everstep.checkpoint.sharded import whole_tensor
 from everstep.checkpoint.storage import CheckpointError, patiently, place, read_file, storage_errors, write_file
 from everstep.cluster import forked
@@ -78,6 +79,41 @@ def test_the_life_of_checkpoints_in_a_bucket(bucket: Path) -> None:
     assert listing.prune(str(bucket), bucket, 2, 0) == [], "it may be a save that is on its way"
     assert len(sweep(bucket)) == 2 and choose(bucket, "must").step == 2
     assert [f.name for f in checkpoint_folders(bucket)] == ["step-000002"]
+
+    write_file(bucket / "step-000001/manifest.json", b"{}")
+    adopt(bucket, choose(bucket, "auto"))
+    assert sweep(bucket) == [] and len(checkpoint_folders(bucket)) == 2, "a damaged one is in nobody's way"
+
+
+def judged(bucket: Path, refused: Callable[[str, str], bool]) -> list[str]:
+    """What is made of three checkpoints while the store does not answer such requests (method, path). Each must say that it could not
+    look; returns what lies there afterwards."""
+    with object_stores.environment(AWS_MAX_ATTEMPTS="1"), troubled(os.environ["AWS_ENDPOINT_URL"], lambda m, p, h: 403 if refused(m, p) else None):
+        at = place(str(bucket))
+        for look in (lambda: choose(at, "auto"), lambda: choose(at, "3"), lambda: adopt(at, Chosen("auto")), lambda: sweep(at)):
+            with pytest.raises(CheckpointError, match=r"s3://.* failed: (Forbidden|AccessDenied); check the address, the network and the credentials"):
+                look()
+        with contextlib.suppress(CheckpointError):  # it needs no list
+            assert str(existing(at, 3)) == str(at / "step-000003")
+    return sorted(path.name for path in place(str(bucket)).iterdir())
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda method, path: method == "HEAD" and path.endswith("manifest.json"),
+        pytest.param(lambda method, path: method == "GET" and path.endswith("step-000003/manifest.json"), marks=pytest.mark.full),
+        pytest.param(lambda method, path: "list-type" in path, marks=pytest.mark.full),
+    ],
+    ids=["what-is-there", "what-it-says", "what-there-is"],
+)
+def test_a_store_that_does_not_answer_costs_no_checkpoint(s3: str, tmp_path: Path, refused: Callable[[str, str], bool]) -> None:
+    """None is passed over, put aside, written over or swept up because nobody said that it is whole."""
+    bucket = place(f"s3://{BUCKET}/{tmp_path.name}")
+    for step in (1, 2, 3):
+        save(bucket, step)
+    assert judged(bucket, refused) == ["latest", "step-000001", "step-000002", "step-000003"]
+    assert [damage(folder) for folder in checkpoint_folders(bucket)] == [None] * 3
 
 
 def at_most(times: int, action: int | float | str, method: str = "PUT") -> Trouble:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import signal
@@ -17,6 +18,7 @@ from tests.support.runs import SFT, config, finish, gone
 from tests.test_exact import BASE, SHAPES, STEP, STEPS, by_position, undisturbed
 from tests.test_faults import assert_invariants
 
+from everstep import attempt
 from everstep.checkpoint import flushed, memory, shelf
 from everstep.checkpoint.memory import Keeper, Stamp
 from everstep.checkpoint.shelf import Shelf, ShelfError
@@ -119,6 +121,20 @@ def test_a_flipped_bit_or_a_cut_file_or_another_layout_is_no_copy_of_mine(folder
         memory.restore(folder, 0, Stamp(8, (1, 1)), SimpleNamespace(load_scalars=lambda scalars: None, tensors=lambda: {"a": torch.zeros(3)}))
     os.truncate(folder / "0-0.1.copy", 1000)
     assert offers(folder, 0) == []
+
+
+def test_a_copy_whose_seal_names_another_step_is_none(folder):
+    """A flipped bit must not make the state of step 8 one of step 9."""
+    kept(folder, 4, 8)
+    path = next(path for path, (_, stamp) in memory.whole_copies(folder).items() if stamp.version == 8)
+    content = path.read_bytes()
+    for at in range(56):  # magic, version, sizes, checksum, epoch
+        flipped = bytearray(content)
+        flipped[at] ^= 1
+        path.write_bytes(flipped)
+        assert offers(folder, 0) == [4], at
+    path.write_bytes(content)
+    assert offers(folder, 0) == [4, 8]
 
 
 def test_what_cannot_work_is_refused(tmp_path):
@@ -318,6 +334,26 @@ def test_copies_of_another_layout_or_damaged_ones_are_passed_over(model, tmp_pat
     run = finish(config(SFT, tmp_path / "run", *same, "resume=must", "faults=[]"), host=ForkedHost)
     assert [e.step for e in run.kind("load")] == [0]
     assert by_position(run, 1) == undisturbed(model, "")
+
+
+@pytest.mark.parametrize("harm", [lambda text: text.replace('"seen": 80', '"seen": 90'), lambda text: text[:50], lambda text: ""])
+def test_copies_without_the_recipes_state_as_it_was_are_passed_over(harm, folder, tmp_path):
+    """Data cursor and counters lie beside the copies: other ones would train on other samples, and nobody would know."""
+    keeper = memory.Keeper(folder, 0, 0, about={"ranks": 1, "layout": {}})
+    keeper.copy(Stamp(8, (1, 1)), state(8.0), {"step": 8})
+    keeper.settle()
+    to = flushed.folder_of(tmp_path, 3)
+    flushed.write(folder, to)
+    run = {"states": {"8": {"seen": 80}}, "rollbacks": []}
+    (to / flushed.RUN).write_text(json.dumps(run | {"xxh3_128": flushed._checksum(run)}))
+    (tmp_path / flushed.FOLDER / "attempt-x").mkdir()
+    (tmp_path / flushed.FOLDER / "attempt-x" / flushed.RUN).write_text("of somebody else")
+    found = flushed.newest(tmp_path, 1, {})
+    assert (found.step, found.state, found.cause) == (8, {"seen": 80}, "")
+    (to / flushed.RUN).write_text(harm((to / flushed.RUN).read_text()))
+    assert "run.json is damaged" in flushed.newest(tmp_path, 1, {}).cause
+    with pytest.raises(BadInput, match=r"resume=must: no usable checkpoint .*\n  .*attempt-3: run.json is damaged"):
+        attempt.chosen(config(SFT, tmp_path, "layout.replicas=1", "resume=must"))
 
 
 def test_copies_that_nobody_would_go_back_to_are_refused(tmp_path):

@@ -180,7 +180,7 @@ def test_files_of_a_checkpoint_or_model_cannot_lead_out_of_it(tmp_path: Path, na
         Index(folder)
     if name:
         (tmp_path / POINTER).write_text(name + "\n")
-        with pytest.raises(BadInput, match="out of its folder"):
+        with pytest.raises(BadInput, match="which is no checkpoint"):
             pointed_at(tmp_path)
     model = tmp_path / "model"
     model.mkdir()

@@ -395,7 +395,9 @@ def checkpoints(
         print(f"deleted {deleted}")
     found = listing.rows(at, verify)
     _console().print(listing.table(found, verify))
-    return 3 if any(row.trouble for row in found) else 0
+    for wrong in (pointers := listing.pointers(at)):
+        _say(wrong, 3)
+    return 3 if pointers or any(row.trouble for row in found) else 0
 
 
 @app.command()

@@ -407,7 +407,10 @@ def _save_interrupted(config: Config, group: Group | None, the_run: Run | None) 
 
 
 def _how_to_resume(config: Config) -> str:
-    newest = attempt.chosen(config.model_copy(update={"resume": "auto"}))
+    try:
+        newest = attempt.chosen(config.model_copy(update={"resume": "auto"}))
+    except EverstepError as error:  # storage that does not answer now: the run's own end is what matters
+        return f"; whether there is a checkpoint to continue from could not be seen ({error})"
     return f"; continue after step {newest.step} with resume=auto" if newest.path else "; no checkpoint was complete"
 
 

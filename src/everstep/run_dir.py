@@ -88,7 +88,7 @@ def checkpoints_of(config: Config) -> Path:
 def checkpoints_in(run: Path) -> Path:
     """Where the checkpoints of the run in folder ``run`` lie; the run need not exist."""
     resolved = run / "configs" / "resolved.yaml"
-    if not (run / "checkpoints").is_dir() and resolved.is_file():
+    if resolved.is_file():  # first: the run may have begun without checkpoint.path
         from everstep.config.load import load_config
 
         if elsewhere := load_config(resolved).checkpoint.path:

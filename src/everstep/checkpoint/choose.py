@@ -1,25 +1,40 @@
 """Which checkpoint a run starts from: ``resume=never|auto|must|PATH|STEP``.
 
 A checkpoint is used only after every byte of it has been read and its checksum found right. Newer folders
-that fail are skipped, each with its reason; the choice and the reasons are printed (``Chosen.explain``).
+that fail are skipped, each with its reason; the choice and the reasons are printed (``Chosen.explain``). Storage that does not let us
+look is an error, and no reason to skip: the newest may be whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from everstep.checkpoint.manifest import (
+    BEST,
     MANIFEST,
+    PARTIAL,
+    POINTER,
     checkpoint_folders,
     damage,
     folder_name,
+    pointed_at,
     read_manifest,
     set_pointer,
     step_of,
     sweep,
 )
-from everstep.checkpoint.storage import free_name, is_local, place, rename_folder, storage_errors
+from everstep.checkpoint.storage import (
+    exists,
+    free_name,
+    is_file,
+    is_folder,
+    is_local,
+    place,
+    rename_folder,
+    storage_errors,
+)
 from everstep.errors import BadInput
 
 
@@ -46,7 +61,7 @@ class Chosen:
 def choose(checkpoints: Path, resume: str) -> Chosen:
     """Find what ``resume`` asks for in a run's ``checkpoints`` folder (or at the path it names). Changes nothing.
 
-    BadInput if ``must``, a STEP or a PATH finds nothing usable: says what there is instead.
+    BadInput if ``must``, a STEP or a PATH finds nothing usable: says what there is instead. CheckpointError if storage refuses.
     """
     if resume == "never":
         return Chosen(resume)
@@ -58,28 +73,38 @@ def choose(checkpoints: Path, resume: str) -> Chosen:
         return chosen
     if resume.isdecimal():
         folder = checkpoints / folder_name(int(resume))
-        if not folder.is_dir():
+        with storage_errors("looking at", folder):
+            known = is_folder(folder)
+        if not known:
             there = ", ".join(str(step_of(path)) for path in reversed(checkpoint_folders(checkpoints)))
             raise BadInput(f"resume={resume}: no such step in {checkpoints}; there are: {there or 'none'}")
         must_be_whole(folder, f"resume={resume}")
     else:
         folder = at_address(resume, f"resume={resume}", "; give never, auto, must, a step or a checkpoint folder")
     step = read_manifest(folder).step
-    newer = [
-        (path, f"newer than step {step}, which was asked for")
-        for path in checkpoint_folders(checkpoints)
-        if _lies_in(folder, checkpoints) and (step_of(path) or 0) > step
-    ]
-    return Chosen(resume, folder, step, newer)
+    return Chosen(resume, folder, step, list(_left(checkpoints, folder, step)))
+
+
+def _left(checkpoints: Path, folder: Path, step: int) -> Iterator[tuple[Path, str]]:
+    """What the run leaves when it goes on from ``folder``, of ``step``: a later save of such a step would be taken for made already."""
+    own = _lies_in(folder, checkpoints)
+    for path in checkpoint_folders(checkpoints):
+        there = step_of(path) or 0
+        if there > step:
+            yield path, f"newer than step {step}, which was asked for"
+        elif there == step and not (own and path.name == folder.name):
+            yield path, f"of step {step} too, which was asked for from {folder}"
 
 
 def at_address(address: str, said: str, hint: str = "") -> Path:
     """The whole checkpoint at ``address``, every byte of it read. BadInput, which begins with ``said``, if there is none."""
     folder = place(address)
     with storage_errors("looking at", folder):
-        if not folder.is_dir():
+        if not is_folder(folder):
             raise BadInput(f"{said}: no such folder{hint}")
-        if not (folder / MANIFEST).is_file():
+        if folder.name.endswith(PARTIAL):
+            raise BadInput(f"{said}: not a checkpoint but a save that died or is on its way; the next save deletes it")
+        if not is_file(folder / MANIFEST):
             inside = checkpoint_folders(folder / "checkpoints") or checkpoint_folders(folder)
             hint = f"; did you mean {inside[0]}?" if inside else ", or it was never completed"
             raise BadInput(f"{said}: not a checkpoint (no {MANIFEST}){hint}")
@@ -98,12 +123,20 @@ def adopt(checkpoints: Path, chosen: Chosen) -> list[Path]:
     """Make the choice the run's present: ``latest`` names it, and skipped newer folders move to ``set-aside/``.
 
     Without this a later ``resume=auto`` would return to a future that this run has left. Nothing is deleted
-    but unfinished saves. Returns the new places. Called once, by the one that trains, after ``choose``.
+    but unfinished saves, and a pointer to what is moved. Returns the new places. Called once, by the one that trains, after ``choose``.
     """
     moved: list[Path] = []
     with storage_errors("preparing", checkpoints):
-        if chosen.path is not None and _lies_in(chosen.path, checkpoints):
+        leaves = [path.name for path, _ in chosen.skipped]
+        stays = [path for path in checkpoint_folders(checkpoints) if path.name not in leaves]
+        if chosen.path is not None and _lies_in(chosen.path, checkpoints) and step_of(chosen.path) is not None:
             set_pointer(chosen.path)
+        elif leaves and stays:
+            set_pointer(stays[0])
+        elif leaves:
+            _forget(checkpoints, POINTER)
+        if _names(checkpoints, BEST) in leaves:
+            _forget(checkpoints, BEST)
         for path, _ in chosen.skipped:
             aside = checkpoints / "set-aside"
             if is_local(aside):
@@ -113,6 +146,19 @@ def adopt(checkpoints: Path, chosen: Chosen) -> list[Path]:
             moved.append(target)
         sweep(checkpoints)
     return moved
+
+
+def _names(checkpoints: Path, pointer: str) -> str | None:
+    try:
+        named = pointed_at(checkpoints, pointer)
+    except BadInput:  # whoever needs it says so
+        return None
+    return named.name if named else None
+
+
+def _forget(checkpoints: Path, pointer: str) -> None:
+    if exists(checkpoints / pointer):
+        (checkpoints / pointer).unlink()
 
 
 def _lies_in(folder: Path, checkpoints: Path) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -23,12 +23,16 @@ from torch import Tensor
 from everstep import scratch
 from everstep.checkpoint.choose import at_address
 from everstep.checkpoint.index import Index
+from everstep.checkpoint.manifest import read_manifest
 from everstep.checkpoint.sharded import CODES, safetensors_header, whole_tensor
 from everstep.checkpoint.storage import (
     CheckpointError,
     FileEntry,
     as_json,
+    exists,
+    folder_entries,
     fsync,
+    is_folder,
     is_local,
     place,
     read_file,
@@ -87,7 +91,7 @@ def export(checkpoint: str, out: str, adapter: bool = False, critic: bool = Fals
     """
     folder, target = at_address(checkpoint, checkpoint), place(out)
     with storage_errors("looking at", target):
-        if target.exists() and (not target.is_dir() or any(True for _ in target.iterdir())):
+        if exists(target) and (not is_folder(target) or folder_entries(target)):
             raise BadInput(f"{out}: holds something already; name a new or empty folder")
     config = read_config(folder)
     if adapter and not config.lora.rank:
@@ -101,15 +105,18 @@ def export(checkpoint: str, out: str, adapter: bool = False, critic: bool = Fals
     if adapter and critic:
         raise BadInput("--adapter and --critic: peft would not know what a critic's adapters belong to; give one of them")
     with storage_errors("writing", target):
-        return sorted(write_adapter(folder, target, config) if adapter else write_model(folder, target, config, "critic" if critic else "model"))
+        if adapter:
+            return sorted(write_adapter(folder, target, config))
+        part = "critic" if critic else "model"
+        return sorted(write_model(folder, target, config, _describing(read_manifest(folder).files, part), part))
 
 
 # ---------------------------------------------------------------- a Hugging Face directory
 
 
-def write_model(folder: Path, target: Path, config: Config, part: str = "model") -> dict[str, FileEntry]:
+def write_model(folder: Path, target: Path, config: Config, described: Sequence[str], part: str = "model") -> dict[str, FileEntry]:
     """The whole model (or ``part`` critic) of checkpoint ``folder``, adapters merged in, so that ``from_pretrained(target)`` loads it.
-    Returns what was written, by name in ``target``. At most one tensor is held in memory.
+    ``described``: the files in it that describe this model (``_describing``). Returns what was written, by name in ``target``. At most one tensor is held in memory.
     """
     index = Index(folder)
     if config.lora.rank:
@@ -118,7 +125,7 @@ def write_model(folder: Path, target: Path, config: Config, part: str = "model")
         prefix, dtype = _weights(index, part), getattr(torch, config.model.dtype)
         tensors = [(name.removeprefix(prefix), dtype, of.shape) for name, of in index.tensors.items() if name.startswith(prefix)]
         read = lambda name: whole_tensor(index, prefix + name).to(dtype)
-    written = {name: write_file(target / name, content) for name, content in _model_files(folder / DESCRIBED[part])}
+    written = {name: write_file(target / name, read_file(folder / DESCRIBED[part] / name)) for name in described}
     return written | write_shards(target, tensors, read)
 
 
@@ -127,9 +134,10 @@ def _weights(index: Index, part: str) -> str:
     return f"{part}/param/" if any(name.startswith(f"{part}/param/") for name in index.tensors) else f"{part}/global/"
 
 
-def _model_files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    for path in folder.iterdir():
-        yield path.name, read_file(path)
+def _describing(names: Iterable[str], part: str) -> list[str]:
+    """Of the ``names`` of a checkpoint's files, those that describe the model ``part``, without their folder: what else lies there
+    (a link to somewhere, say) nobody vouches for."""
+    return [name.removeprefix(f"{DESCRIBED[part]}/") for name in names if name.startswith(f"{DESCRIBED[part]}/")]
 
 
 def write_shards(target: Path, tensors: list[Describe], read: Callable[[str], Tensor], most_bytes: int = MOST_BYTES) -> dict[str, FileEntry]:
@@ -260,12 +268,13 @@ def _adapter_config(config: Config, source: ModelSource) -> dict[str, Any]:
     }
 
 
-def beside_state(folder: Path, config: Config) -> dict[str, FileEntry]:
+def beside_state(folder: Path, config: Config, names: Iterable[str]) -> dict[str, FileEntry]:
     """``hf/``, with LoRA ``adapter/``, with a critic ``critic/``, of a checkpoint that is being written (checkpoint.hf); by paths in
-    ``folder``."""
-    jobs = {"hf": partial(write_model, folder, folder / "hf", config)}
+    ``folder``. ``names``: of ``described``."""
+    names = list(names)
+    jobs = {"hf": partial(write_model, folder, folder / "hf", config, _describing(names, "model"))}
     if config.lora.rank:
         jobs["adapter"] = partial(write_adapter, folder, folder / "adapter", config)
     if config.recipe == "ppo":
-        jobs["critic"] = partial(write_model, folder, folder / "critic", config, "critic")
+        jobs["critic"] = partial(write_model, folder, folder / "critic", config, _describing(names, "critic"), "critic")
     return {f"{name}/{file}": entry for name, job in jobs.items() for file, entry in job().items()}

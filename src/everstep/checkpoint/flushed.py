@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from everstep.checkpoint import memory
 from everstep.checkpoint.memory import Stamp
 from everstep.checkpoint.storage import fsync, fsync_folders, write_atomic
@@ -64,14 +66,15 @@ def write(copies: Path, to: Path) -> list[int]:
     past = commitlog.past(to.parent.parent / "commits.log")
     run = {"states": {str(step): state for step, state in past.states.items() if step in steps} | {"0": {}},
            "rollbacks": [[list(epoch), step] for epoch, step in past.rollbacks]}
-    write_atomic(to / RUN, json.dumps(run).encode())
+    write_atomic(to / RUN, json.dumps(run | {"xxh3_128": _checksum(run)}).encode())
     fsync_folders(to)
     return sorted(steps)
 
 
 def newest(run_dir: Path, ranks: int, layout: dict[str, Any]) -> Flushed | None:
     """What the last start of the run that left anything has left; None if none did."""
-    there = sorted((run_dir / FOLDER).glob(f"attempt-*/{RUN}"), key=lambda path: int(path.parent.name.partition("-")[2]))
+    number = lambda path: path.parent.name.partition("-")[2]
+    there = sorted((path for path in (run_dir / FOLDER).glob(f"attempt-*/{RUN}") if number(path).isdecimal()), key=lambda path: int(number(path)))
     return _judge(there[-1].parent, ranks, layout) if there else None
 
 
@@ -91,9 +94,14 @@ def sweep(run_dir: Path, keep: Path | None) -> None:
 
 
 def _judge(folder: Path, ranks: int, layout: dict[str, Any]) -> Flushed:
-    run = json.loads((folder / RUN).read_text())
-    states = {int(step): state for step, state in run["states"].items()}
-    rollbacks = [((epoch[0], epoch[1]), step) for epoch, step in run["rollbacks"]]
+    try:
+        run = json.loads((folder / RUN).read_text())
+        if run.pop("xxh3_128") != _checksum(run):
+            raise ValueError("its checksum is another one")
+        states = {int(step): state for step, state in run["states"].items()}
+        rollbacks = [((epoch[0], epoch[1]), step) for epoch, step in run["rollbacks"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return Flushed(folder, cause=f"{RUN} is damaged ({type(error).__name__}: {error})")
     about = _about(folder)
     if any(said != (ranks, layout) for said in about.values()):
         return Flushed(folder, cause="copies of memory can be read by the same layout only; it was another one")
@@ -105,6 +113,10 @@ def _judge(folder: Path, ranks: int, layout: dict[str, Any]) -> Flushed:
     stamp = max(usable)
     described = memory.described(next(path for path, (_, s) in whole.items() if s == stamp))
     return Flushed(folder, stamp.version, stamp, bool(described["scalars"].get("has_reference")), states[stamp.version])
+
+
+def _checksum(run: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(run, sort_keys=True).encode())
 
 
 def _about(folder: Path) -> dict[Path, tuple[int, dict[str, Any]]]:

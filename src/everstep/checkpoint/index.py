@@ -14,7 +14,7 @@ import xxhash
 
 from everstep.checkpoint.storage import CheckpointError, FileEntry, read_file, storage_errors
 from everstep.engine.logical import Box
-from everstep.errors import BadInput
+from everstep.errors import BadInput, EverstepError
 from everstep.paths import within
 
 INDEX = "state/index.json"
@@ -101,9 +101,10 @@ class Index:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         with storage_errors("reading", folder / INDEX):
-            said = json.loads(read_file(folder / INDEX))
-        self.scalars: dict[str, list[dict[str, Any]]] = said["scalars"]
+            content = read_file(folder / INDEX)
         try:
+            said = json.loads(content)
+            self.scalars: dict[str, list[dict[str, Any]]] = said["scalars"]
             self.tensors = {
                 name: Tensors(
                     of["dtype"], tuple(of["shape"]),
@@ -111,8 +112,8 @@ class Index:
                 )
                 for name, of in said["tensors"].items()
             }  # fmt: skip
-        except ValueError as error:
-            raise BadInput(f"{folder / INDEX}: {error}") from None
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise BadInput(f"{folder / INDEX}: unreadable ({type(error).__name__}: {error}); take another checkpoint") from None
 
     def scalars_of(self, part: str) -> list[dict[str, Any]]:
         """A part's scalars, by rank. BadInput if the checkpoint lacks that part."""
@@ -138,10 +139,11 @@ def damaged_tensor(folder: Path, file: str) -> str | None:
         for name, of in index.tensors.items():
             for saved in of.saved:
                 if saved.file == file:
-                    found = read_file(folder / file, saved.offset, saved.offset + saved.nbytes)
+                    with storage_errors("reading", folder / file):
+                        found = read_file(folder / file, saved.offset, saved.offset + saved.nbytes)
                     if xxhash.xxh3_64_hexdigest(found) != saved.xxh3_64:
                         return rectangle_name(name, saved.box)
-    except (CheckpointError, OSError, ValueError, KeyError, TypeError, IndexError):
+    except (EverstepError, ValueError, TypeError, IndexError):
         pass  # the index itself is damaged: that it is, the manifest says
     return None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from everstep.checkpoint import manifest
-from everstep.checkpoint.storage import is_local, place, storage_errors
+from everstep.checkpoint.storage import CheckpointError, is_folder, is_local, place, storage_errors
 from everstep.config.load import load_config
 from everstep.errors import BadInput
 from everstep.run_dir import checkpoints_in
@@ -34,11 +34,11 @@ class Row:
 def find(where: str) -> Path:
     """The folder with the checkpoints of ``where``: a run folder, or that folder itself. BadInput if there is nothing."""
     at = place(where)
-    if is_local(at) and (at / "configs").is_dir():
-        return checkpoints_in(at)
-    if is_local(at) and (at / "checkpoints").is_dir():
-        return at / "checkpoints"
     with storage_errors("looking at", at):
+        if is_local(at) and is_folder(at / "configs"):
+            return checkpoints_in(at)
+        if is_local(at) and is_folder(at / "checkpoints"):
+            return at / "checkpoints"
         found = manifest.checkpoint_folders(at)
     if not found:
         raise BadInput(f"{where}: neither a run folder nor one with checkpoints (step-N)")
@@ -49,24 +49,45 @@ def rows(checkpoints: Path, verify: bool) -> list[Row]:
     """Newest first. ``verify``: every byte is read and its checksum compared; else only names and sizes."""
     with storage_errors("looking at", checkpoints):
         folders = manifest.checkpoint_folders(checkpoints)
-        named = {pointer: manifest.pointed_at(checkpoints, pointer) for pointer in (manifest.POINTER, manifest.BEST)}
+        named = dict[str, Path | None]()
+        for pointer in (manifest.POINTER, manifest.BEST):
+            try:
+                named[pointer] = manifest.pointed_at(checkpoints, pointer)
+            except BadInput:  # ``pointers`` tells
+                named[pointer] = None
     found = []
     for folder in folders:
-        with storage_errors("reading", folder):
+        try:
             trouble = manifest.damage(folder) if verify else manifest.incomplete(folder)
+        except CheckpointError as error:  # this one could not be looked at
+            trouble = str(error)
         nbytes, made, layout = 0, None, ""
         try:
             said = manifest.read_manifest(folder)
             sizes = [f"{name} {size}" for name, size in said.layout.items() if size != 1]
             replicas = said.details.get("replicas", "?")
             nbytes, made, layout = said.nbytes, said.wall_time, ", ".join([*sizes, "1 replica" if replicas == 1 else f"{replicas} replicas"])
-        except BadInput:
+        except (BadInput, CheckpointError):
             pass  # it is the trouble
         step = manifest.step_of(folder)
         assert step is not None
         pointers = tuple(pointer for pointer, path in named.items() if path is not None and path.name == folder.name)
         found.append(Row(folder, step, nbytes, made, layout, pointers, trouble))
     return found
+
+
+def pointers(checkpoints: Path) -> list[str]:
+    """What is wrong with ``latest`` and ``best``, in a sentence each."""
+    wrong = []
+    for pointer in (manifest.POINTER, manifest.BEST):
+        with storage_errors("looking at", checkpoints):
+            try:
+                named = manifest.pointed_at(checkpoints, pointer)
+                if named is not None and not is_folder(named):
+                    wrong.append(f"{checkpoints / pointer}: names {named.name}, which is not there; write the name of another into it, or delete it")
+            except BadInput as error:
+                wrong.append(str(error))
+    return wrong
 
 
 def table(found: list[Row], verified: bool) -> Table:

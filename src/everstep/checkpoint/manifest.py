@@ -17,12 +17,15 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from everstep.checkpoint.index import damaged_tensor
 from everstep.checkpoint.storage import (
@@ -30,23 +33,28 @@ from everstep.checkpoint.storage import (
     FileEntry,
     as_json,
     digest,
+    exists,
+    folder_entries,
     free_name,
     fsync,
     fsync_folders,
+    is_file,
     is_local,
     read_file,
     remove_folder,
     rename_folder,
+    says_damaged,
     storage_errors,
     write_atomic,
     write_file,
     write_json,
 )
-from everstep.errors import BadInput
+from everstep.errors import BadInput, EverstepError
 from everstep.paths import within
 
 MANIFEST, POINTER, BEST, RUN_STATE = "manifest.json", "latest", "best", "run.json"
 PARTIAL = ".partial"
+CHECKSUM = "xxh3_128"  # in a manifest: of the rest of it
 FORMAT = 2
 READERS = 8
 _NAME = re.compile(r"step-(\d{6,})")
@@ -82,16 +90,10 @@ def step_of(folder: Path) -> int | None:
 
 
 def checkpoint_folders(checkpoints: Path) -> list[Path]:
-    """All folders named step-N, newest first, whole or not."""
-    named = [(step, path) for path in _entries(checkpoints) if (step := step_of(path)) is not None and path.is_dir()]
+    """All folders named step-N, newest first, whole or not. CheckpointError if storage does not say which there are."""
+    with storage_errors("looking at", checkpoints):
+        named = [(step, path) for path, is_one in folder_entries(checkpoints) if is_one and (step := step_of(path)) is not None]
     return [path for _, path in sorted(named, key=lambda found: found[0], reverse=True)]
-
-
-def _entries(checkpoints: Path) -> list[Path]:
-    try:
-        return list(checkpoints.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 # ---------------------------------------------------------------- saving
@@ -119,9 +121,14 @@ def begin(checkpoints: Path, step: int) -> Path:
 
 def sweep(checkpoints: Path, older_than_s: float = 0.0) -> list[Path]:
     """Delete what saves and deletions left that died; returns it. Nobody else may be saving there, unless ``older_than_s`` spares what
-    changed since."""
+    changed since. CheckpointError if storage refuses."""
+    with storage_errors("deleting left-overs in", checkpoints):
+        return _sweep(checkpoints, older_than_s)
+
+
+def _sweep(checkpoints: Path, older_than_s: float) -> list[Path]:
     if not is_local(checkpoints):
-        left_over = [folder for folder in checkpoint_folders(checkpoints) if not (folder / MANIFEST).is_file()]
+        left_over = [folder for folder in checkpoint_folders(checkpoints) if not is_file(folder / MANIFEST)]
         left_over = [folder for folder in left_over if _unchanged_for(folder, older_than_s)]
         for folder in left_over:
             remove_folder(folder)
@@ -130,13 +137,12 @@ def sweep(checkpoints: Path, older_than_s: float = 0.0) -> list[Path]:
                 left_over += _sweep_objects(folder)
         return left_over
     left_over = [*checkpoints.glob(f"step-*{PARTIAL}"), *checkpoints.glob(".step-*.deleted*")]
-    left_over = [folder for folder in left_over if _unchanged_for(folder, older_than_s)]
-    for folder in left_over:
-        remove_folder(folder)
+    left_over = [folder for folder in left_over if _unchanged_for(folder, older_than_s) and remove_folder(folder)]
     if older_than_s:
         return left_over
-    for file in checkpoints.glob(f".{POINTER}.*.tmp"):
-        file.unlink()
+    for pointer in (POINTER, BEST):
+        for file in checkpoints.glob(f".{pointer}.*.tmp"):
+            file.unlink(missing_ok=True)
     return left_over
 
 
@@ -144,23 +150,30 @@ def _unchanged_for(folder: Path, seconds: float) -> bool:
     if not seconds:
         return True
     now = time.time()
-    return all(now - path.stat().st_mtime > seconds for path in [folder, *folder.rglob("*")] if is_local(folder) or path.is_file())
+    try:
+        return all(now - path.stat().st_mtime > seconds for path in [folder, *folder.rglob("*")] if is_local(folder) or is_file(path))
+    except FileNotFoundError:  # it is being published, or deleted, at this very moment
+        return False
 
 
 def _sweep_objects(folder: Path) -> list[Path]:
     """Delete what attempts that failed left beside the complete checkpoint of the same step."""
-    known = {MANIFEST, *read_manifest(folder).files}
-    strays = [path for path in folder.rglob("*") if path.is_file() and path.path.removeprefix(f"{folder.path}/") not in known]  # type: ignore[attr-defined]
-    for path in strays:
-        path.unlink()
-    return strays
+    try:
+        known = {MANIFEST, *read_manifest(folder).files}
+    except BadInput:  # damaged, or of another everstep: what belongs to it nobody knows
+        return []
+    fs, base = folder.fs, str(folder.path)  # type: ignore[attr-defined]
+    strays = [name for path in fs.find(base) if (name := path.removeprefix(f"{base}/")) not in known]
+    for name in strays:
+        fs.rm_file(f"{base}/{name}")
+    return [folder / name for name in strays]
 
 
 def existing(checkpoints: Path, step: int) -> Path | None:
     """The whole checkpoint of ``step``, if there is one already: a committed step has one state. A damaged one is put aside."""
     final = checkpoints / folder_name(step)
     with storage_errors("looking at", final):
-        if not (final / MANIFEST).is_file():
+        if not is_file(final / MANIFEST):
             return None
         if not damage(final):
             return final
@@ -180,14 +193,14 @@ def publish(
     checkpoints = folder.parent
     final = checkpoints / folder_name(step)
     with storage_errors("publishing", final):
-        if folder != final and final.exists() and not folder.exists():  # a try before this one failed later
+        if folder != final and exists(final) and not exists(folder):  # a try before this one failed later
             set_pointer(final)
             return final
         known = {**files, RUN_STATE: write_file(folder / RUN_STATE, as_json(dict(run_state)))}
         fsync_folders(folder)
         write_manifest(folder, step, layout, known, details or {})
         if folder != final:
-            if final.exists():
+            if exists(final):
                 rename_folder(final, free_name(checkpoints / f"{final.name}.damaged"))
             rename_folder(folder, final)
         set_pointer(final)
@@ -206,7 +219,8 @@ def write_manifest(
         if sizes[name] != entry.bytes:
             raise CheckpointError(f"{folder / name}: its rank wrote {entry.bytes} bytes, there are {sizes[name]}; the save is void")
     manifest = Manifest(step, dict(layout), dict(sorted(files.items())), time.time(), _own_version(), details=dict(details))
-    write_json(folder / MANIFEST, asdict(manifest))
+    said = asdict(manifest)
+    write_json(folder / MANIFEST, {**said, CHECKSUM: _checksum(said)})
     if is_local(folder):
         fsync(folder)
     return manifest
@@ -225,13 +239,19 @@ def set_pointer(folder: Path, pointer: str = POINTER) -> None:
 
 
 def pointed_at(checkpoints: Path, pointer: str = POINTER) -> Path | None:
-    """The folder that ``latest`` (or ``best``) names; None if there is no such pointer yet."""
+    """The folder that ``latest`` (or ``best``) names; None if there is no such pointer yet. BadInput if it names no checkpoint."""
+    path = checkpoints / pointer
     try:
-        return checkpoints / within(read_file(checkpoints / pointer).decode().strip())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise BadInput(f"{checkpoints / pointer}: {error}") from None
+        with storage_errors("reading", path), _damage_as_it_is(path):
+            content = read_file(path)
+    except _Damaged as damaged:
+        if isinstance(damaged.__cause__, FileNotFoundError | NotADirectoryError):
+            return None
+        raise BadInput(f"{path}: unreadable ({_text(damaged)}); delete it") from damaged.__cause__
+    name = content.decode(errors="replace").strip()
+    if not _NAME.fullmatch(name):
+        raise BadInput(f"{path}: names {name!r}, which is no checkpoint (step-N); write the name of one into it, or delete it")
+    return checkpoints / name
 
 
 def retire(checkpoints: Path, keep_last: int, keep_every: int = 0) -> list[Path]:
@@ -247,19 +267,26 @@ def retire(checkpoints: Path, keep_last: int, keep_every: int = 0) -> list[Path]
     if not old or all(damage(folder) for folder in kept):
         return []
     with storage_errors("deleting an old checkpoint in", checkpoints):
-        for folder in reversed(old):
-            remove_folder(folder, first=(MANIFEST,))
-    return old
+        return [folder for folder in reversed(old) if remove_folder(folder, first=(MANIFEST,))][::-1]
 
 
 # ---------------------------------------------------------------- looking
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder; BadInput if it is missing, unreadable or of another format."""
+    """The manifest of a checkpoint folder; BadInput if it is missing, damaged or of another format, CheckpointError if storage does not
+    let us look."""
     path = folder / MANIFEST
     try:
-        raw = json.loads(read_file(path))
+        with storage_errors("reading", path), _damage_as_it_is(path):
+            content = read_file(path)
+    except _Damaged as error:
+        cause = error.__cause__
+        if isinstance(cause, FileNotFoundError):
+            raise BadInput(f"{folder}: no {MANIFEST}, so the checkpoint is not complete") from None
+        raise BadInput(f"{path}: unreadable ({type(cause).__name__}: {cause})") from cause
+    try:
+        raw = json.loads(content)
         if raw["format"] > FORMAT:
             raise BadInput(f"{path}: written by everstep {raw['everstep']} in format {raw['format']}; upgrade everstep")
         if raw["format"] < FORMAT:
@@ -267,17 +294,42 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{path}: written by everstep {raw['everstep']} in format {raw['format']}, which is no longer read; start a new run from "
                 f"its weights with model.path={folder / 'hf'}"
             )
+        said = raw.pop(CHECKSUM, None)  # those of before it have none
+        found = _checksum(raw)
         files = {within(name): FileEntry(**entry) for name, entry in raw.pop("files").items()}
-        return Manifest(files=files, **raw)
-    except FileNotFoundError:
-        raise BadInput(f"{folder}: no {MANIFEST}, so the checkpoint is not complete") from None
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        manifest = Manifest(files=files, **raw)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"{path}: unreadable ({type(error).__name__}: {error})") from error
+    if said is not None and said != found:
+        raise BadInput(f"{path}: damaged, checksum {found} where it says {said} itself")
+    if step_of(folder) not in (None, manifest.step):
+        raise BadInput(f"{path}: is of step {manifest.step}, which its folder's name is not; call it {folder_name(manifest.step)} again")
+    return manifest
+
+
+def _checksum(said: Mapping[str, Any]) -> str:
+    """xxh3-128 of what a manifest says, however it is laid out."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True, separators=(",", ":")).encode())
+
+
+class _Damaged(EverstepError):
+    """Something of a checkpoint is not what it was, as its cause says; never leaves this module."""
+
+
+@contextmanager
+def _damage_as_it_is(path: Path) -> Iterator[None]:
+    """Tells damage from storage that does not answer: that must not cost a checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        if says_damaged(path, error):
+            raise _Damaged(str(error)) from error
+        raise
 
 
 def incomplete(folder: Path) -> str | None:
     """Why ``folder`` is not a complete checkpoint (manifest, every file, its size); None if it is. Reads no
-    data.
+    data. CheckpointError if storage does not let us look: that says nothing about the checkpoint.
     """
     try:
         manifest = read_manifest(folder)
@@ -286,9 +338,10 @@ def incomplete(folder: Path) -> str | None:
 
     def reason(name: str) -> str | None:
         try:
-            size = (folder / name).stat().st_size
-        except OSError as error:
-            return f"{folder / name}: {error.strerror or error}"
+            with storage_errors("looking at", folder / name), _damage_as_it_is(folder / name):
+                size = (folder / name).stat().st_size
+        except _Damaged as damaged:
+            return f"{folder / name}: {_text(damaged)}"
         expected = manifest.files[name].bytes
         return None if size == expected else f"{folder / name}: has {size} bytes, the manifest says {expected}"
 
@@ -304,15 +357,20 @@ def damage(folder: Path) -> str | None:
     def reason(name: str) -> str | None:
         entry = manifest.files[name]
         try:
-            checksum = digest(folder / name, entry.bytes)
-        except OSError as error:
-            return f"{folder / name}: {error.strerror or error}"
+            with storage_errors("reading", folder / name), _damage_as_it_is(folder / name):
+                checksum = digest(folder / name, entry.bytes)
+        except _Damaged as damaged:
+            return f"{folder / name}: {_text(damaged)}"
         if checksum == entry.xxh3_128:
             return None
         tensor = damaged_tensor(folder, name)
         return f"{folder / name}: damaged{f' in {tensor}' if tensor else ''}, checksum {checksum} where the manifest says {entry.xxh3_128}"
 
     return _first(reason, manifest.files)
+
+
+def _text(damaged: _Damaged) -> str:
+    return getattr(damaged.__cause__, "strerror", None) or str(damaged)
 
 
 def _first(reason: Any, names: Mapping[str, Any]) -> str | None:

@@ -6,7 +6,7 @@ always whole; the ranks of a replica begin a copy only when the one before count
 the checksum of every byte, and is written last; the seal of a place is broken before the place is written again. A copy that a death
 cut short is therefore none.
 
-    seal (64 bytes): magic, version, bytes of the description, bytes of the data, xxh3 of both, epoch of the version's commit
+    seal (64 bytes): magic, version, bytes of the description, bytes of the data, xxh3 of all this, epoch of the version's commit
     description: JSON, scalars and tensors (name, shape, dtype)
     data: the tensors, one after the other
 """
@@ -89,16 +89,17 @@ class Copy:
 
     def seal(self, stamp: Stamp, described: int) -> None:
         """The copy counts from now on. ``described``: bytes of the body that are the description."""
-        checksum = xxhash.xxh3_64_intdigest(self.body)
+        checksum = _checksum(self.body, stamp, described)
         self._memory[8 : _SEAL.size] = _SEAL.pack(_MAGIC, stamp.version, described, len(self.body) - described, checksum, *stamp.epoch)[8:]
         self._memory[:8] = _MAGIC
 
     def seal_as(self, seal: bytes) -> bool:
         """The same with the seal of the copy that this is one of; False if what is here is not what was sealed."""
         magic, version, described, size, checksum, *epoch = _SEAL.unpack(seal)
-        if magic != _MAGIC or described + size != len(self.body) or xxhash.xxh3_64_intdigest(self.body) != checksum:
+        stamp = Stamp(version, (epoch[0], epoch[1]))
+        if magic != _MAGIC or described + size != len(self.body) or _checksum(self.body, stamp, described) != checksum:
             return False
-        self.seal(Stamp(version, (epoch[0], epoch[1])), described)
+        self.seal(stamp, described)
         return True
 
 
@@ -162,6 +163,12 @@ class Keeper:
         if self._events:
             self._events.emit("memory_copy", step=stamp.version, copy_bytes=len(copy.whole), seconds=seconds, background_s=sealed - start,
                               buddy=buddy, sent_s=time.monotonic() - sealed)
+
+
+def _checksum(body: memoryview, stamp: Stamp, described: int) -> int:
+    """Of the body, and of what the seal says of it: a copy of one step must not pass for one of another."""
+    said = struct.pack("<qqqQ", stamp.version, *stamp.epoch, described)
+    return xxhash.xxh3_64_intdigest(body, seed=xxhash.xxh3_64_intdigest(said))
 
 
 def whole_copies(folder: Path) -> dict[Path, tuple[int, Stamp]]:
@@ -251,8 +258,8 @@ def _read(path: Path) -> tuple[dict[str, Any], memoryview] | None:
         return None
     if len(memory) < _SEAL.size:
         return None
-    magic, _, described, size, checksum, _, _ = _SEAL.unpack(memory[: _SEAL.size])
+    magic, version, described, size, checksum, *epoch = _SEAL.unpack(memory[: _SEAL.size])
     body = memory[_SEAL.size : _SEAL.size + described + size]
-    if magic != _MAGIC or len(body) != described + size or xxhash.xxh3_64_intdigest(body) != checksum:
+    if magic != _MAGIC or len(body) != described + size or _checksum(body, Stamp(version, (epoch[0], epoch[1])), described) != checksum:
         return None
     return json.loads(bytes(body[:described])), body[described:]

@@ -18,7 +18,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from everstep.checkpoint.storage import (
 )
 from everstep.checkpoint.writer import Background, Ticket
 from everstep.config.schema import Config
+from everstep.errors import EverstepError
 from everstep.layout import Layout
 from everstep.run_dir import checkpoints_of
 from everstep.telemetry.events import EventLog
@@ -292,7 +293,7 @@ class Saver:
         for name, content in {INDEX: as_json(make_index(receipts)), **self._described}.items():
             written[name] = self._patiently(attempt, folder / name, partial(_write, content=content))
         if config.checkpoint.hf:
-            written |= self._patiently(attempt, folder, partial(_export, config=config))
+            written |= self._patiently(attempt, folder, partial(_export, config=config, described=self._described))
         state = {
             "step": run.step, "reference": run.reference, "recipe": run.recipe_state,
             "rng": {library: bytes(said.tolist()).hex() for library, said in attempt.rng.items()},
@@ -307,7 +308,7 @@ class Saver:
         try:
             for old in [*manifest.retire(final.parent, keep.keep_last, keep.keep_every), *manifest.sweep(final.parent)]:
                 self._events.emit("delete", path=str(old))
-        except CheckpointError as error:  # the new one is complete; the next save deletes what this one could not
+        except EverstepError as error:  # the new one is complete; the next save deletes what this one could not
             self._events.emit("save_retried", step=run.step, rank=-1, cause=str(error))
         return final
 
@@ -348,9 +349,9 @@ def _write(path: Path, content: bytes) -> FileEntry:
         return write_file(path, content)
 
 
-def _export(folder: Path, config: Config) -> dict[str, FileEntry]:
+def _export(folder: Path, config: Config, described: Iterable[str]) -> dict[str, FileEntry]:
     with storage_errors("writing", folder):
-        return export.beside_state(folder, config)
+        return export.beside_state(folder, config, described)
 
 
 # ---------------------------------------------------------------- reading

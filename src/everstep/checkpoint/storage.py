@@ -13,6 +13,7 @@ import json
 import os
 import random
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -104,17 +105,17 @@ def storage_errors(doing: str, path: Path) -> Iterator[None]:
     except Exception as error:
         if is_local(path) and not isinstance(error, OSError | SafetensorError):
             raise  # a bug; of remote storage every library has errors of its own
-        number = error.errno if isinstance(error, OSError) else None
+        number, looks = error.errno if isinstance(error, OSError) else None, doing in ("reading", "looking at")
         text = str(error) or type(error).__name__
         if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "Disk quota" in text:
             advice = "free space there or choose another run_dir"
         elif number in (errno.EROFS, errno.EACCES, errno.EPERM) or "Permission denied" in text or "Read-only" in text:
-            advice = "make the folder writable or choose another run_dir" if is_local(path) else "check the credentials"
+            own = "let this user read it" if looks else "make the folder writable or choose another run_dir"
+            advice = own if is_local(path) else "check the credentials"
         else:
             advice = "check the disk" if is_local(path) else "check the address, the network and the credentials"
-        raise CheckpointError(
-            f"{doing} {path} failed: {text}; {advice}. Earlier checkpoints are untouched: resume=auto continues there"
-        ) from error
+        rest = "" if looks else ". Earlier checkpoints are untouched: resume=auto continues there"
+        raise CheckpointError(f"{doing} {path} failed: {text}; {advice}{rest}") from error
 
 
 def patiently(
@@ -143,6 +144,67 @@ def patiently(
         pause = min(2 * pause, _LONGEST_PAUSE_S)
         if not is_local(path):
             path = place(path, anew=True)
+
+
+# ---------------------------------------------------------------- what is there
+#
+# Not by the methods of paths and of storage libraries: those say "no" as well when nobody answered, and what is not there is written
+# anew, passed over or deleted.
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file. Raises what storage raises that does not say."""
+    return _kind(path) == "file"
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is such a folder. Raises what storage raises that does not say."""
+    return _kind(path) == "directory"
+
+
+def exists(path: Path) -> bool:
+    """Whether there is anything of this name. Raises what storage raises that does not say."""
+    return _kind(path) is not None
+
+
+def _kind(path: Path) -> str | None:
+    try:
+        if not is_local(path):
+            kind: str = path.fs.info(path.path)["type"]  # type: ignore[attr-defined]
+            return kind
+        mode = path.stat().st_mode
+    except OSError as error:
+        if not says_absent(error):
+            raise
+        return None
+    return "file" if stat.S_ISREG(mode) else "directory" if stat.S_ISDIR(mode) else "other"
+
+
+def says_absent(error: OSError) -> bool:
+    """Whether storage says that there is no such thing, and not that it could not look."""
+    return isinstance(error, FileNotFoundError | NotADirectoryError) or error.errno in (errno.ELOOP, errno.ENAMETOOLONG)
+
+
+def says_damaged(path: Path, error: OSError) -> bool:
+    """Whether the file at ``path`` is not what it was: gone, something else, or on a part of the disk that cannot be read any more.
+    Else it was not looked at, and may be whole: storage did not answer, or does not let us."""
+    return says_absent(error) or isinstance(error, IsADirectoryError) or (is_local(path) and error.errno == errno.EIO)
+
+
+def folder_entries(folder: Path) -> list[tuple[Path, bool]]:
+    """(entry, whether it is a folder) of all that lies in ``folder``; empty if there is none. Raises what storage raises that does not
+    say."""
+    try:
+        if is_local(folder):
+            return [(path, is_folder(path)) for path in folder.iterdir()]
+        found = folder.fs.ls(folder.path, detail=True)  # type: ignore[attr-defined]
+    except OSError as error:
+        if not says_absent(error):
+            raise
+        return []
+    names = [(entry["name"].rstrip("/").rpartition("/")[2], entry["type"] == "directory") for entry in found
+             if entry["name"].strip("/") != folder.path.strip("/")]  # type: ignore[attr-defined]
+    return [(folder / name, is_one) for name, is_one in names]
 
 
 # ---------------------------------------------------------------- files
@@ -227,7 +289,7 @@ def digest(path: Path, nbytes: int) -> str:
 
 def rename_folder(source: Path, target: Path) -> None:
     """Give ``source`` another name: in one instant on this machine, object after object elsewhere. ``target`` must not exist."""
-    if target.exists():
+    if exists(target):
         raise FileExistsError(errno.EEXIST, "already exists", str(target))
     if is_local(source):
         os.rename(source, target)
@@ -243,22 +305,24 @@ def rename_folder(source: Path, target: Path) -> None:
 def free_name(wanted: Path) -> Path:
     """``wanted``, or ``wanted-2``, ``wanted-3``, ...: the first that does not exist."""
     candidate, n = wanted, 1
-    while candidate.exists():
+    while exists(candidate):
         n += 1
         candidate = wanted.with_name(f"{wanted.name}-{n}")
     return candidate
 
 
-def remove_folder(folder: Path, first: Sequence[str] = ()) -> None:
+def remove_folder(folder: Path, first: Sequence[str] = ()) -> bool:
     """Delete a folder, so that half of it is never mistaken for the whole: on this machine it loses its name first, elsewhere the
-    files ``first``."""
+    files ``first``. False if somebody else, a run and ``--prune`` for example, deleted it at the same time."""
     if is_local(folder):
         doomed = folder
         if not folder.name.startswith("."):
             doomed = free_name(folder.with_name(f".{folder.name}.deleted"))
-            os.rename(folder, doomed)
-        shutil.rmtree(doomed)
-        return
+            try:
+                os.rename(folder, doomed)
+            except FileNotFoundError:
+                return False
+        return _remove_tree(doomed)
     fs = folder.fs  # type: ignore[attr-defined]
     for name in first:
         with contextlib.suppress(FileNotFoundError):
@@ -266,3 +330,16 @@ def remove_folder(folder: Path, first: Sequence[str] = ()) -> None:
     for path in fs.find(folder.path):  # type: ignore[attr-defined]
         with contextlib.suppress(FileNotFoundError):
             fs.rm_file(path)
+    return True
+
+
+def _remove_tree(folder: Path) -> bool:
+    """False if it was gone in the end by somebody else's hands."""
+    while True:
+        try:
+            shutil.rmtree(folder)
+            return True
+        except FileNotFoundError:
+            if not exists(folder):
+                return False
+

@@ -14,6 +14,7 @@ from typing import Any
 from everstep.checkpoint import saving
 from everstep.checkpoint.choose import choose
 from everstep.checkpoint.manifest import pointed_at, step_of
+from everstep.checkpoint.storage import patiently
 from everstep.cluster.copies import Copies
 from everstep.cluster.formation import Meant
 from everstep.cluster.host import Host, ProcessEnded
@@ -43,7 +44,7 @@ class Rollback:
 
     def __init__(self, host: Host, config: Config, copies: Copies, gone: Callable[[str], bool], meant: Callable[[Member], Meant]):
         self._host, self._recovery, self._checkpoints, self._copies, self._gone = host, config.recovery, checkpoints_of(config), copies, gone
-        self._meant = meant
+        self._meant, self._retry_s = meant, config.checkpoint.retry_s
         self.states: dict[int, dict[str, Any]] = {0: {}}  # the recipe's, after each of the last steps
 
     def remember(self, record: Record) -> None:
@@ -71,12 +72,12 @@ class Rollback:
         if all(version == committed for version in self._on_all(member, "version")):
             return committed, "its own memory", None  # it was formed anew for another reason than a death
         if self._copies.made:
-            saved_step = (step_of(named) or 0) if (named := pointed_at(self._checkpoints)) else -1
+            saved_step = self._saved_step()
             for _ in range(_TRIES):
                 version = self._from_memory(member, committed, saved_step)
                 if version is not None:
                     return version, "the copy in memory", None
-        chosen = choose(self._checkpoints, "auto")
+        chosen = patiently(lambda at: choose(at, "auto"), self._checkpoints, self._retry_s)
         if chosen.path is None:
             raise NotEnoughReplicas(
                 f"no living replica holds step {committed}, no copy in memory was left of every rank, and there is no checkpoint; "
@@ -86,6 +87,14 @@ class Rollback:
         self._on_all(member, "load_shard", str(chosen.path), saved.step, saved.reference)
         saving.restore_rng(chosen.path)
         return saved.step, str(chosen.path), saved.recipe_state
+
+    def _saved_step(self) -> int:
+        """Of the newest checkpoint, by its pointer; -1 if there is none, or storage does not say: then any copy is better."""
+        try:
+            named = pointed_at(self._checkpoints)
+        except EverstepError:
+            return -1
+        return (step_of(named) or 0) if named else -1
 
     def _from_memory(self, member: Member, committed: int, newer_than: int) -> int | None:
         """The step of the copies that all ranks went back to; None if there are none of all, or a node that had one is gone."""

@@ -122,6 +122,16 @@ def test_a_non_finite_total_is_computed_once_more_and_then_skipped_with_its_samp
     assert commit_step(c).outcome is Outcome.APPLY
 
 
+def test_a_step_of_which_no_token_counts_is_skipped_at_once_and_stops_nothing():
+    c = Coordinator(1, stop_at_non_finite=True)
+    c.open([member(0), member(1)])
+    c.begin(1, (("s0",), ("s1",)))
+    for w in workers(c):
+        records = c.vote(vote(w, c, finite=False, divisor=0.0))
+    assert [(r.kind, r.outcome, r.samples, r.cause) for r in records] == [(Kind.COMMIT, Outcome.SKIP, ("s0", "s1"), "no token of its samples counts")]
+    assert c.take_findings() == []
+
+
 def test_a_transient_non_finite_total_costs_one_attempt():
     c = opened(1)
     (w,) = workers(c)

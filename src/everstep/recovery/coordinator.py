@@ -371,7 +371,10 @@ class Coordinator:
             if self._mismatches >= MAX_MISMATCHES:
                 raise InvariantViolated(self._describe_mismatch())
             return [self._new_view(self.view.members, self.view.heals, "totals differ between replicas", redeal=True)]
-        if not self._finite(self.view.members):
+        cause = ""
+        if all(self.votes[w].divisor == 0.0 for m in self.view.members for w in m.workers):
+            outcome, cause = Outcome.SKIP, "no token of its samples counts"  # it has no mean, and would have none if it were computed once more
+        elif not self._finite(self.view.members):
             again = self._nonfinite.happened(self.committed + 1, self.view, self.votes, self.slots)
             if again:
                 return [self._new_view(self.view.members, self.view.heals, again, redeal=True)]
@@ -381,7 +384,7 @@ class Coordinator:
             if again := self.reruns.happened(self.committed + 1, self.view, self.votes):
                 return [] if self.reruns.waits else [self._new_view(self.view.members, self.view.heals, again, redeal=True)]
             outcome = Outcome.APPLY
-        return [self._commit(outcome, self.view.members, ""), *self._next_build()]
+        return [self._commit(outcome, self.view.members, cause), *self._next_build()]
 
     def _all_voted(self, members: tuple[Member, ...]) -> bool:
         return all(w in self.votes for m in members for w in m.workers)

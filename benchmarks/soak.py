@@ -22,6 +22,7 @@ import io
 import json
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -95,6 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             bits = "bits equal" if result.compared else "bits not compared"
             print(f"run {number:>3}  {result.shape:<24} {result.mode:<14} {result.faults:>3} faults {result.deaths:>3} deaths "
                   f"{result.seconds:>6.1f} s  {bits}{''.join(f'{chr(10)}    VIOLATION {v}' for v in result.violations)}", flush=True)
+            if result.violations and not args.runs:  # to look at: a second try need not show it again
+                print(f"    kept in {shutil.copytree(folder / f'run-{number}', Path(tempfile.mkdtemp(prefix='everstep-soak-')) / f'run-{number}')}", flush=True)
             number += 1
             if args.run is not None:
                 break
@@ -161,8 +164,9 @@ def one_run(seed: int, number: int, folder: Path) -> Result:
         result.violations.append(f"the run ended: {failure}\n      {told}")
     result.violations += [f"invariant {f.number}: {f.counterexample}\n      {told}" for f in check(where) if f.held is False]
     struck = {f["worker"] for f in fired if f["kind"] != "nan"}
-    if unstruck := [d["worker"] for d in deaths if d["worker"] not in struck]:
-        result.violations.append(f"{unstruck} died, and nobody struck them\n      {told}")
+    for death in deaths:
+        if death["worker"] not in struck:
+            result.violations.append(f"{death['worker']} died in step {death.step}, and nobody struck it: {death['cause']}\n      {told}")
     if left := still_running({e.pid for e in events if e.who != "lead"}, GONE_S):
         result.violations.append(f"processes {left} were left behind")
     if not failure and config.recovery.exact:

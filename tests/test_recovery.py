@@ -19,7 +19,7 @@ from tests.support.processes import run_ranks
 
 from everstep.cluster.repair import Repair
 from everstep.config.recovery_schema import RecoveryConfig
-from everstep.errors import BadInput, DeadlineExceeded, InvariantViolated, LinkBroken, WorkerFailed
+from everstep.errors import BadInput, DeadlineExceeded, InvariantViolated, LinkBroken, RunEnded, WorkerFailed
 from everstep.recovery import heal
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.control import Control
@@ -71,6 +71,21 @@ def test_a_rank_that_says_goodbye_is_no_death(tmp_path):
     assert until(lambda: not server.connected("w1"))
     time.sleep(0.2)
     assert server.dead == {} and server.coordinator.view.replicas == (0, 1)
+    server.close()
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_whose_process_ends_once_the_run_is_over_has_not_died_of_anything(over, tmp_path):
+    server, members = serve(tmp_path)
+    controls = [connect(server, w) for w in ("w0", "w1", "w2")]  # w2 is on its way into the run
+    server.open(members)
+    if over:
+        server.tell_end(RunEnded("the run ended"))
+    server.process_ended("w2")
+    server.receive("w1", {"type": "dying", "cause": "an error of its own"})
+    assert sorted(server.dead) == ([] if over else ["w1", "w2"])
+    for control in controls:
+        control.close()
     server.close()
 
 

@@ -190,8 +190,8 @@ class Desk:
         self._listener.on_death(worker, cause, ended)
 
     def process_ended(self, worker: str) -> None:
-        """The agent of its node says so. What left in order is no member of anything any more."""
-        if self.connected(worker):
+        """The agent of its node says so. What left in order is no member of anything any more, and once the run is over nobody dies of it."""
+        if self.connected(worker) and not self._over:
             self.expel(worker, "process ended (pidfd)", ended=True)
 
     def _computing(self, worker: str) -> tuple[int, ...]:
@@ -386,6 +386,8 @@ class Desk:
                     self._changed.notify_all()
             case "leaving":
                 self._listener.on_leaving(worker, message["cause"], message["whole_node"])
+            case "dying" if self._over:
+                pass  # it ends because the run has
             case "dying":
                 self.expel(worker, message["cause"], ended=True)
             case "fault":

@@ -83,7 +83,7 @@ class Up:
             assert time.monotonic() < end, f"step {step} was not committed in {timeout_s} s"
             time.sleep(0.05)
 
-    def finish(self, timeout_s: float = 400.0) -> int:
+    def finish(self, timeout_s: float = 800.0) -> int:
         try:
             self.out, self.err = self.process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:

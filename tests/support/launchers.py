@@ -32,7 +32,7 @@ def trained(launcher: str, file: str, folder: Path, *overrides: str, prepare: Ca
     if launcher == "torchrun":
         assert prepare is None
         with Up(folder, file, *overrides) as up:
-            return up.finished()
+            return up.finished(800.0)
     if launcher == "lighthouse":
         conf = config(file, folder / "run", *overrides, *WITHOUT_RAY)
         with Replicas(conf, folder, prepare=prepare) as replicas:
@@ -83,7 +83,7 @@ class Up:
             assert time.monotonic() < end, f"step {step} was not committed in {timeout_s} s"
             time.sleep(0.05)
 
-    def finish(self, timeout_s: float = 800.0) -> int:
+    def finish(self, timeout_s: float = 400.0) -> int:
         try:
             self.out, self.err = self.process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -92,7 +92,7 @@ class Up:
             raise AssertionError(f"it did not end in {timeout_s} s:\n{self.out[-6000:]}\n{self.err[-3000:]}") from None
         return self.process.returncode
 
-    def finished(self) -> Finished:
-        code = self.finish()
+    def finished(self, timeout_s: float = 400.0) -> Finished:
+        code = self.finish(timeout_s)
         assert code == 0, f"{code}\n{self.out[-6000:]}\n{self.err[-3000:]}"
         return Finished(self.folder, read_events(self.folder / "events"))

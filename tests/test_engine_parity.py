@@ -55,7 +55,9 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 TEMPERATURE = 0.7
 LR, SCALE = 1e-2, 0.05
-OPTIMIZER = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+# eps well above what rounding leaves of a gradient (1e-7 after SCALE): with 1e-8, the first step of an element whose gradient
+# is nearly 0 depended on the kind of processor, by a tenth of LR.
+OPTIMIZER = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-4, "weight_decay": 0.1}
 
 
 def build(name: str, layout: Layout, rank: int, **sections: Any) -> tuple[Any, Any]:
@@ -137,7 +139,7 @@ def check_against_transformers(rank: int, name: str, layout: Layout, sharded: bo
         assert all(torch.equal(a, b) for a, b in zip(before, totals, strict=True)), "totals must only be read"
         exported = dict(engine.export_hf())
         for key, tensor in saved_weights(model).items():
-            assert (exported[key] - tensor).abs().max() < 2e-4, (step, key)
+            assert (exported[key] - tensor).abs().max() < 1e-4, (step, key)
     assert engine.state_scalars()["adam_step"] == steps
     engine.close()
 

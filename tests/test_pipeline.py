@@ -49,7 +49,7 @@ def stage(name: str, reads: str, writes: str, function: Any = None, on: Any = "l
         ([source, stage("a", "x", "prompts")], [train], "column prompts is written by the data and by stage a"),
         ([source, stage("a", "x", "z"), stage("a", "x", "y")], [train], "two stages are called a"),
         ([source, stage("a b", "x", "z")], [train], "'a b' cannot be the name"),
-        ([source, Stage("a", "m:f", ("x",), "score")], [train], r"a writes 'score'; give a tuple of names: \('score',\)"),
+        ([source, Stage("a", "m:f", ("x",), "score")], [train], r"writes of stage a is 'score'; it must be a tuple of names"),
         ([stage("a", "", "x")], [train], "one stage must read prompts .*none does"),
         ([source, stage("a", "prompts", "z")], [train], "one stage must read prompts .*source, a do"),
         ([source, stage("a", "x", "z")], [], "nothing is trained"),

@@ -81,6 +81,11 @@ def completed(rollout, sampling: Sampling, made: list[Pending] | None = None, to
     return told
 
 
+def test_without_cuda_graphs_vllm_is_eager_unless_its_own_argument_says_otherwise(tmp_path) -> None:
+    eager = lambda **how: engine(tmp_path, **how)._llm.args.enforce_eager
+    assert [eager(), eager(cuda_graphs=False), eager(cuda_graphs=False, engine_args={"enforce_eager": False})] == [False, True, False]
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_tokens_come_with_the_models_log_probabilities_at_the_sampling_temperature(stand_in, tmp_path, model, temperature) -> None:
     rollout, made = engine(tmp_path, temperature=temperature), sequences(40)

@@ -571,7 +571,7 @@ class Worker:
             self._rollout = None
         elif self._rollout is None:
             dtype = getattr(torch, self.config.model.dtype)
-            self._rollout = TransformersRollout(self._source.hf_config, self.tokenizer, self.device, dtype)
+            self._rollout = TransformersRollout(self._source.hf_config, self.tokenizer, self.device, dtype, self.config.rollout.cuda_graphs)
         if self._rollout_weights == self.state.weights_key:
             return
         weights = self.engine.export_hf()

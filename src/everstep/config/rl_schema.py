@@ -185,6 +185,10 @@ class RolloutConfig(Section):
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Further arguments of vLLM's EngineArgs, by its names, such as `enforce_eager`; those that everstep sets itself are refused."
     )
+    cuda_graphs: bool = Field(
+        True, description="On GPUs, capture the pass that makes a token as CUDA graphs: one launch instead of hundreds. False (vLLM: enforce_eager) saves their memory. "
+        "Models with experts do without in rollout.engine=transformers."
+    )
     temperature: float = Field(1.0, gt=0, description="Sampling temperature.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling mass.")
     top_k: int = Field(0, ge=0, description="Sample among the k likeliest tokens; 0: all.")

@@ -39,7 +39,7 @@ _MAY_CHANGE = {
     "data": ("eval_source", "eval_source_args"),
     "critic": ("optimizer",),
     "rollout": (
-        "tp", "gpu_memory_fraction", "engine_args", "samples_per_batch", "engines", "colocated", "on_spares", "tokens_per_call", "call_timeout_s",
+        "tp", "gpu_memory_fraction", "engine_args", "cuda_graphs", "samples_per_batch", "engines", "colocated", "on_spares", "tokens_per_call", "call_timeout_s",
         "sync_timeout_s", "engine_restarts", "poison_after", "eval_temperature", "eval_samples",
     ),
     "reward": ("timeout_s", "workers", "concurrency"),

@@ -334,7 +334,7 @@ OPTIONS: dict[str, Option] = table(
     implied(f"{_ROLLOUT}.val_kwargs.do_sample", "rollout.eval_temperature=0 is greedy"),
     implied(f"{_ROLLOUT}.do_sample", "rollout.temperature says how", only=(True,), otherwise="rollouts are sampled; lower rollout.temperature"),
     implied(f"{_ROLLOUT}.dtype", "model.dtype"),
-    implied(f"{_ROLLOUT}.enforce_eager", "of vLLM"),
+    mapped(f"{_ROLLOUT}.enforce_eager", "rollout.cuda_graphs", "its opposite", lambda v, g: {"rollout.cuda_graphs": not v}),
     implied(f"{_ROLLOUT}.free_cache_engine", "generation's memory is given back after each rollout", only=(True,), otherwise="it always is"),
     implied(f"{_ROLLOUT}.load_format", "of vLLM"),
     implied(f"{_ROLLOUT}.enable_chunked_prefill", "of vLLM"),

@@ -74,4 +74,4 @@ def make(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrainedToken
         return VllmRollout(config.rollout, hf_config, tokenizer, dtype, longest, derive.lora_matrices(config), config.seed, folder)
     from everstep.rl.rollout.transformers import TransformersRollout
 
-    return TransformersRollout(hf_config, tokenizer, device, dtype)
+    return TransformersRollout(hf_config, tokenizer, device, dtype, config.rollout.cuda_graphs)

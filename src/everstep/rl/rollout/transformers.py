@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from everstep.errors import WorkerFailed
 from everstep.rl.rollout import Sampling, assemble, prompt_tokens
 from everstep.rl.rollout.decoding import Decoder, Pending
 from everstep.rl.rollout.served import Served, checked, weights_of
+from everstep.rl.rollout.slots import Slots
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -31,8 +33,11 @@ class TransformersRollout(Served):
         tokenizer: PreTrainedTokenizerBase,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        graphs: bool = True,
     ):
-        self.tokenizer, self.device = tokenizer, torch.device(device)
+        self.tokenizer, self.device, self._graphs = tokenizer, torch.device(device), graphs
+        self._slots = weakref.WeakSet[Slots]()  # of the decoders that there are
+        self._mine: Decoder | None = None
         self._frozen: dict[str, Tensor] = {}  # with adapters: the weights of the adapted modules without them
         # The initial weights are overwritten; drawing them must not move the process's random state.
         cuda = [self.device] if self.device.type == "cuda" else []
@@ -77,7 +82,9 @@ class TransformersRollout(Served):
 
     def sleep(self) -> None:
         """To host memory. See :class:`everstep.rl.rollout.engine.RolloutEngine`."""
-        self.version = None
+        self.version = self._mine = None
+        for slots in self._slots:
+            slots.release()
         self.model.to("cpu")
         self._frozen = {module: frozen.cpu() for module, frozen in self._frozen.items()}
         if self.device.type == "cuda":
@@ -85,7 +92,9 @@ class TransformersRollout(Served):
 
     def decoder(self) -> Decoder:
         """For sequences that come and go. WorkerFailed, when asked for a token, before there are weights."""
-        return Decoder(self.model, self.eos, self._pad, self.device, self._serving, self._text)
+        slots = Slots(self.model, self.device, self._graphs)
+        self._slots.add(slots)
+        return Decoder(slots, self.eos, self._pad, self.device, self._serving, self._text)
 
     def generate(self, batch: TrainingBatch, sampling: Sampling) -> TrainingBatch:
         """One completion per row of ``batch``, whose ``input_ids``/``attention_mask`` (B, P) are right-padded prompts; as
@@ -96,11 +105,12 @@ class TransformersRollout(Served):
         prompts = prompt_tokens(batch)
         if not all(prompts):
             raise WorkerFailed(f"rollout: the prompt of sample {batch.sample_ids[prompts.index([])]} is empty")
-        decoder = self.decoder()
+        decoder, self._mine = self._mine or self.decoder(), None  # after an error, what is left in it is no one's
         sequences = [Pending(sid, prompt) for sid, prompt in zip(batch.sample_ids, prompts, strict=True)]
         decoder.add(sequences, sampling)
         while len(decoder):
             decoder.advance(sampling.max_response_tokens)
+        self._mine = decoder
         return assemble(batch, {s.sample_id: s.made for s in sequences})
 
 

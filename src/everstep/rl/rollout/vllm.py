@@ -212,6 +212,7 @@ def _start(config: RolloutConfig, hf_config: PretrainedConfig, dtype: torch.dtyp
     hf_config.save_pretrained(folder)
     arguments: dict[str, Any] = {
         "max_num_seqs": config.samples_per_batch, "generation_config": "vllm", "disable_log_stats": True, "max_model_len": longest,
+        "enforce_eager": not config.cuda_graphs,
     } | config.engine_args | {
         "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": str(dtype).removeprefix("torch."), "seed": seed,
         "enable_sleep_mode": config.colocated, "tensor_parallel_size": config.tp, "distributed_executor_backend": "mp" if config.tp > 1 else "uni",

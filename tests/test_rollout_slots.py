@@ -1,0 +1,95 @@
+"""Sequences that come and go in slots: each one's logits are those that transformers gives for it alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tests.support.models import tiny_config
+from transformers import AutoModelForCausalLM
+
+from everstep.rl.rollout import Sampling
+from everstep.rl.rollout.decoding import Decoder, Pending
+from everstep.rl.rollout.slots import _COLUMNS, Slots
+
+
+def model_of(family: str, device: str = "cpu"):
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32).eval().requires_grad_(False).to(device)
+
+
+def enter(slots: Slots, sequences: list[list[int]], device: torch.device) -> torch.Tensor:
+    """Their next logits (B, V). The first two share a row of the cache if they are alike."""
+    different = {tuple(sequence): row for row, sequence in enumerate(dict.fromkeys(map(tuple, sequences)))}
+    width = max(map(len, different))
+    ids = torch.tensor([[0] * (width - len(s)) + list(s) for s in different], device=device)
+    mask = torch.tensor([[0] * (width - len(s)) + [1] * len(s) for s in different], device=device)
+    cache, logits = slots.prefill(ids, mask)
+    rows = [different[tuple(sequence)] for sequence in sequences]
+    slots.enter(cache, rows, [width - len(s) for s in sequences], longest=400)
+    return logits[rows]
+
+
+def walk(slots: Slots, model, device: torch.device, moves: int, seed: int) -> int:
+    """Random comings and goings; every logit is compared. Returns how many were."""
+    choose, running, compared = random.Random(seed), [], 0
+    vocabulary = model.config.vocab_size
+
+    def check(logits: torch.Tensor, of: list[list[int]]) -> int:
+        for row, sequence in zip(logits, of, strict=True):
+            alone = model(input_ids=torch.tensor([sequence], device=device)).logits[0, -1]
+            torch.testing.assert_close(row, alone, rtol=1e-4, atol=1e-5)
+        return len(of)
+
+    for _ in range(moves):
+        kind = choose.choice(["enter", "advance", "advance", "advance", "remove"])
+        if kind == "enter" and len(running) < 11:
+            prompt = [choose.randrange(vocabulary) for _ in range(choose.choice([1, 3, 60, _COLUMNS - 2]))]
+            coming = [list(prompt), list(prompt), [choose.randrange(vocabulary) for _ in range(choose.randrange(1, 9))]]
+            compared += check(enter(slots, coming, device), coming)
+            running += coming
+        elif kind == "remove" and running:
+            gone = choose.sample(range(len(running)), choose.randrange(len(running)) + choose.choice([0, 1]))
+            running = [running[row] for row in slots.remove(gone)]
+        elif running:
+            tokens = [choose.randrange(vocabulary) for _ in running]
+            running = [[*sequence, token] for sequence, token in zip(running, tokens, strict=True)]
+            compared += check(slots.advance(torch.tensor(tokens, device=device)), running)
+        assert len(slots) == len(running)
+    return compared
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
+def test_logits_are_those_of_each_sequence_alone(family) -> None:
+    model, device = model_of(family), torch.device("cpu")
+    slots = Slots(model, device)
+    assert walk(slots, model, device, moves=60, seed=1) > 100
+    assert slots._capacity > _COLUMNS, "the buffers have grown"
+    slots.release()
+    assert walk(slots, model, device, moves=20, seed=2) > 10
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_captured_passes_are_those_that_are_not_captured(family) -> None:
+    model, device = model_of(family, "cuda"), torch.device("cuda")
+    slots = Slots(model, device)
+    assert slots._graphs is not None
+    assert walk(slots, model, device, moves=80, seed=1) > 100 and slots._graphs._captured
+    made = {}
+    for graphs in (True, False):
+        decoder = Decoder(Slots(model, device, graphs), [1], 0, device, lambda: 1, str)
+        pending = [Pending(f"s{i}", list(range(2, 5 + i % 7))) for i in range(24)]
+        decoder.add(pending, Sampling(max_response_tokens=150, samples_per_batch=10, seed=4))
+        while len(decoder):
+            decoder.advance(8)
+        made[graphs] = {p.sample_id: p.made.tokens for p in pending}
+    same = sum(made[True][sample] == made[False][sample] for sample in made[True])
+    assert same >= 20, "a draw that hangs on the last bit may fall otherwise"
+
+
+def test_what_is_captured() -> None:
+    cuda = torch.device("cuda")  # nothing is put there yet
+    assert Slots(model_of("llama"), cuda)._graphs and Slots(model_of("mixtral"), cuda)._graphs is None
+    assert Slots(model_of("llama"), cuda, graphs=False)._graphs is None and Slots(model_of("llama"), torch.device("cpu"))._graphs is None

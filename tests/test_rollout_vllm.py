@@ -81,7 +81,7 @@ def completed(rollout, sampling: Sampling, made: list[Pending] | None = None, to
     return told
 
 
-def test_without_cuda_graphs_vllm_is_eager_unless_its_own_argument_says_otherwise(tmp_path) -> None:
+def test_without_cuda_graphs_vllm_is_eager_unless_its_own_argument_says_otherwise(tmp_path, stand_in) -> None:
     eager = lambda **how: engine(tmp_path, **how)._llm.args.enforce_eager
     assert [eager(), eager(cuda_graphs=False), eager(cuda_graphs=False, engine_args={"enforce_eager": False})] == [False, True, False]
 

@@ -72,6 +72,7 @@ def everstep(folder: Path, *arguments: str, timeout: float = 90) -> Done:
 # ---------------------------------------- the same recipe from the same file under both
 
 
+@pytest.mark.full
 def test_grpo_with_tensor_parallelism_gives_the_same_losses_under_both_launchers(tmp_path: Path, ray_cluster: None) -> None:
     """And whether memory goes to the host during rollouts or not."""
     layout = [*GRPO, "layout.tp=2"]

@@ -278,7 +278,8 @@ def nodes(**of: str):
     return Nodes
 
 
-@pytest.mark.parametrize(("lost", "spare"), [("B", "w2"), pytest.param("", "w3", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("lost", "spare"), [("B", "w2"), ("", "w3")])
 def test_a_lost_node_takes_no_copy_along_and_a_spare_of_the_dead_ones_node_is_preferred(lost, spare, model, tmp_path):
     """Ranks 0 and 1 on A and B, spares on C and (if it lives) B."""
     where = {"w0": "A", "w1": "B", "w2": "C", "w3": "B"}

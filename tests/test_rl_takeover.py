@@ -152,7 +152,8 @@ def test_replicas_of_two_ranks_and_two_controllers_in_one_iteration(shape, calm,
     prove(conf, calm, in_logprobs, between_actor_and_critic, more=shape)
 
 
-@pytest.mark.parametrize("shape", [["layout.tp=2", "engine.sequence_parallel=true"], pytest.param(["layout.pp=2"], marks=pytest.mark.full)], ids=["tp2", "pp2"])
+@pytest.mark.full
+@pytest.mark.parametrize("shape", [["layout.tp=2", "engine.sequence_parallel=true"], ["layout.pp=2"]], ids=["tp2", "pp2"])
 def test_ranks_that_were_not_all_called_form_again(shape, calm, tmp_path):
     conf = config(PPO, tmp_path / "run", *SMALL, *shape, "layout.replicas=2", "layout.spares=0", "faults=[]", "recovery.controller_grace_s=30")
     done = prove(conf, calm, while_it_calls_the_ranks, more=shape)

@@ -133,6 +133,7 @@ def test_a_run_without_engines_ends_with_the_reason(tmp_path, prepare, more, err
     assert gone({e.pid for e in read_events(tmp_path / "events") if e.who != "lead"})
 
 
+@pytest.mark.full
 def test_an_idle_spares_device_generates_until_the_spare_is_needed(tmp_path, undisturbed) -> None:
     more = ["rollout.engines=1", "rollout.on_spares=true", "reward.function=tests.support.slow_reward:position_match",
             "faults=[{step: 7, phase: compute, kind: kill, replica: 1, rank: 0}]"]
@@ -158,6 +159,7 @@ def _the_second_engine_is_slow() -> None:
         EngineWorker.advance = slowly
 
 
+@pytest.mark.full
 def test_idle_engines_go_on_with_what_a_slow_one_had_and_the_samples_are_the_same(tmp_path, undisturbed) -> None:
     done = finish(config(DEMO, tmp_path, *SHORT, *ENGINES), clean=True, host=lambda c: ForkedHost(c, prepare=_the_second_engine_is_slow))
     assert_invariants(done, 8)

@@ -327,11 +327,8 @@ def test_an_adapter_beside_frozen_weights_is_what_peft_would_merge(rollout) -> N
 
 
 def test_the_samples_of_one_prompt_are_prefilled_once(rollout, monkeypatch) -> None:
-    rows = []
-    forward = rollout.model.forward
+    rows, decoder, forward = [], rollout.decoder(), rollout.model.forward
     monkeypatch.setattr(rollout.model, "forward", lambda *a, **k: (rows.append(len(k["input_ids"])), forward(*a, **k))[1])
-    decoder = rollout.decoder()
-    decoder._slots._cache_argument = "cache" if "cache" in forward.__code__.co_varnames else "past_key_values"
     decoder.add([Pending(f"p{i}#{k}", [2, 3, 4 + i]) for i in range(2) for k in range(8)], Sampling(max_response_tokens=2, samples_per_batch=16))
     decoder.advance(1)
     assert rows[0] == 2

@@ -197,6 +197,7 @@ def test_two_ranks(split: str) -> None:
     run_ranks(check_two_ranks, 2, layout, cases, join=False, deadline_s=120)
 
 
+@pytest.mark.full
 def test_eight_way_corner() -> None:
     """tp, pp and dp at once, tied embeddings: the norm counts nothing twice."""
     cases = [("qwen3-tied", True), ("qwen3-tied", False)]

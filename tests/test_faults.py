@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.support.runs import DEMO, SFT, config, finish, gone
 
+from everstep.cluster.forked import ForkedHost
 from everstep.errors import NotEnoughReplicas
 from everstep.telemetry.history import check
 from everstep.telemetry.recoveries import account, recoveries
@@ -106,11 +107,11 @@ def test_with_one_replica_left_and_no_spare_training_goes_on_and_with_none_it_en
 def test_without_recovery_the_first_death_ends_the_run_resumable(tmp_path):
     with pytest.raises(NotEnoughReplicas, match=r"recovery\.enabled=false") as error:
         finish(config(SFT, tmp_path / "run", *SHORT_SFT, "layout.spares=0", "recovery.enabled=false",
-                      "faults=[{step: 3, phase: compute, kind: kill, replica: 1}]"))
+                      "faults=[{step: 3, phase: compute, kind: kill, replica: 1}]"), host=ForkedHost)
     assert error.value.exit_code == 3
 
 
 def test_below_the_minimum_without_a_spare_the_run_stops_resumable(tmp_path):
     with pytest.raises(NotEnoughReplicas, match="min_replicas=2"):
         finish(config(SFT, tmp_path / "run", *SHORT_SFT, "layout.spares=0", "recovery.min_replicas=2",
-                      "faults=[{step: 3, phase: compute, kind: kill, replica: 1}]"))
+                      "faults=[{step: 3, phase: compute, kind: kill, replica: 1}]"), host=ForkedHost)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from everstep.rl.rollout import Sampling
 from everstep.rl.rollout.decoding import Decoder, Pending
-from everstep.rl.rollout.slots import _COLUMNS, Slots
+from everstep.rl.rollout.slots import _COLUMNS, Slots, _Captured, _Graphs
 
 
 def model_of(family: str, device: str = "cpu"):
@@ -76,7 +76,8 @@ def test_captured_passes_are_those_that_are_not_captured(family) -> None:
     model, device = model_of(family, "cuda"), torch.device("cuda")
     slots = Slots(model, device)
     assert slots._graphs is not None
-    assert walk(slots, model, device, moves=80, seed=1) > 100 and slots._graphs._captured
+    assert walk(slots, model, device, moves=80, seed=1) > 100
+    assert not slots._graphs.refused and any(not captured.unproved for captured in slots._graphs._captured.values())
     made = {}
     for graphs in (True, False):
         decoder = Decoder(Slots(model, device, graphs), [1], 0, device, lambda: 1, str)
@@ -87,6 +88,46 @@ def test_captured_passes_are_those_that_are_not_captured(family) -> None:
         made[graphs] = {p.sample_id: p.made.tokens for p in pending}
     same = sum(made[True][sample] == made[False][sample] for sample in made[True])
     assert same >= 20, "a draw that hangs on the last bit may fall otherwise"
+
+
+class Pass:
+    """A captured pass, as far as this machine has one: a replay is what was true when it was captured, or what is true now."""
+
+    def __init__(self, now: torch.Tensor, frozen: bool):
+        self.now, self.frozen, self.logits, self.replays = now, frozen, now.clone(), 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        if not self.frozen:
+            self.logits.copy_(self.now)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_captured_pass_is_compared_twice_before_it_is_believed(monkeypatch, caplog, frozen) -> None:
+    graphs, now, eager = _Graphs(), torch.ones(2, 3), []
+    held = Pass(now, frozen)
+    monkeypatch.setattr(graphs, "_capture", lambda function: _Captured(held, held.logits))
+
+    def function() -> torch.Tensor:
+        eager.append(1)
+        return now.clone()
+
+    for token in range(5):
+        now.fill_(1.0 + token)
+        assert torch.equal(graphs.run(2, function), now)
+    assert graphs.refused == frozen and (len(eager), held.replays) == ((5, 2) if frozen else (2, 5))
+    assert ("gives other logits when it is captured" in caplog.text) == frozen
+
+
+def test_what_cannot_be_captured_goes_on_without(monkeypatch, caplog) -> None:
+    graphs = _Graphs()
+
+    def capture(function: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(graphs, "_capture", capture)
+    assert float(graphs.run(1, lambda: torch.ones(()))) == 1 and graphs.refused
+    assert "cannot be captured: operation not permitted when stream is capturing;" in caplog.text
 
 
 def test_what_is_captured() -> None:

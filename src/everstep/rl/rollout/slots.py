@@ -18,12 +18,15 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+
+from everstep.errors import first_line
 
 LOG = logging.getLogger(__name__)
 
@@ -32,6 +35,9 @@ _COLUMNS = 128
 
 #: Passes before a capture: libraries make their workspaces in the first ones.
 _WARM_UP = 2
+
+#: A captured pass runs the same kernels: its logits may differ by this share of the largest.
+_TOLERANCE = 0.01
 
 
 class Slots:
@@ -171,25 +177,57 @@ class Slots:
         return wide
 
 
+@dataclass
+class _Captured:
+    """A pass of so many rows. ``unproved``: times that it is still compared with one that is not captured."""
+
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+    unproved: int = 2
+
+
 class _Graphs:
-    """Passes that were captured, by their number of rows; all write their logits to memory of one pool."""
+    """Passes that were captured, by their number of rows; all write their logits to memory of one pool.
+
+    What cannot be captured, or says something else than the same pass does without (a model's code that depends on values), goes on
+    without, and a warning says so.
+    """
 
     def __init__(self) -> None:
+        self.refused = False
         self.clear()
 
     def clear(self) -> None:
-        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._captured: dict[int, _Captured] = {}
         self._pool: Any = None
 
-    def run(self, rows: int, function: Any) -> Tensor:
-        if rows not in self._captured:
-            self._captured[rows] = self._capture(function)
-        graph, logits = self._captured[rows]
-        graph.replay()
+    def run(self, rows: int, function: Callable[[], Tensor]) -> Tensor:
+        """``function`` may be called more than once: each time it writes the same token to the same place."""
+        if not self.refused and rows not in self._captured:
+            try:
+                self._captured[rows] = self._capture(function)
+            except RuntimeError as error:
+                self._refuse(f"cannot be captured: {first_line(error)}")
+        if self.refused:
+            return function()
+        captured = self._captured[rows]
+        if not captured.unproved:
+            captured.graph.replay()
+            return captured.logits
+        captured.unproved -= 1
+        logits = function()
+        captured.graph.replay()
+        apart = (captured.logits.float() - logits.float()).abs().max()
+        if not apart <= _TOLERANCE * logits.float().abs().max():  # NaN: neither can be believed
+            self._refuse(f"gives other logits when it is captured (by {float(apart):.2g})")
         return logits
 
-    def _capture(self, function: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Passes may be repeated: each writes the same token to the same place."""
+    def _refuse(self, why: str) -> None:
+        LOG.warning("rollout: the pass of a token %s; going on without CUDA graphs (rollout.cuda_graphs)", why)
+        self.refused = True
+        self.clear()
+
+    def _capture(self, function: Callable[[], Tensor]) -> _Captured:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -201,7 +239,7 @@ class _Graphs:
         # Of this thread only: others of the process use the device, too (heartbeats, copies).
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = function()
-        return graph, logits
+        return _Captured(graph, logits)
 
 
 def _has_experts(model: Any) -> bool:

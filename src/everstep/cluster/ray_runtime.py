@@ -24,6 +24,7 @@ from everstep.errors import (
     BadInput,
     EverstepError,
     WorkerFailed,
+    first_line,
 )
 
 _QUIET: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": True}
@@ -144,8 +145,3 @@ def typed_error(error: RayError, worker: str, what: str) -> EverstepError:
     if cause is not None:
         return WorkerFailed(f"worker {worker} failed in {what}: {type(cause).__name__}: {first_line(cause)}")
     return WorkerFailed(f"worker {worker} failed in {what}: {first_line(error)}")
-
-
-def first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

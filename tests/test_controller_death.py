@@ -161,8 +161,8 @@ def test_no_committed_step_is_lost_and_no_sample_used_twice(moment, model, tmp_p
     assert not done.kind("death") and len(done.kind("form")) == 2  # nobody was formed anew
 
 
-@pytest.mark.parametrize("shape", ["tp2", "pp2"])
 @pytest.mark.full
+@pytest.mark.parametrize("shape", ["tp2", "pp2"])
 def test_replicas_of_two_ranks_and_two_controllers_one_after_the_other(shape, model, tmp_path):
     conf = config(SFT, tmp_path / "run", *BASE, *GRACE, *SHAPES[shape], f"model.path={model}", "layout.spares=0")
     done = take_over(conf, after_one_rank_was_told, while_the_ranks_compute_later)

@@ -19,18 +19,6 @@ def model_of(family: str, device: str = "cpu"):
     return AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32).eval().requires_grad_(False).to(device)
 
 
-def enter(slots: Slots, sequences: list[list[int]], device: torch.device) -> torch.Tensor:
-    """Their next logits (B, V). The first two share a row of the cache if they are alike."""
-    different = {tuple(sequence): row for row, sequence in enumerate(dict.fromkeys(map(tuple, sequences)))}
-    width = max(map(len, different))
-    ids = torch.tensor([[0] * (width - len(s)) + list(s) for s in different], device=device)
-    mask = torch.tensor([[0] * (width - len(s)) + [1] * len(s) for s in different], device=device)
-    cache, logits = slots.prefill(ids, mask)
-    rows = [different[tuple(sequence)] for sequence in sequences]
-    slots.enter(cache, rows, [width - len(s) for s in sequences], longest=400)
-    return logits[rows]
-
-
 def walk(slots: Slots, model, device: torch.device, moves: int, seed: int) -> int:
     """Random comings and goings; every logit is compared. Returns how many were."""
     choose, running, compared = random.Random(seed), [], 0
@@ -47,7 +35,7 @@ def walk(slots: Slots, model, device: torch.device, moves: int, seed: int) -> in
         if kind == "enter" and len(running) < 11:
             prompt = [choose.randrange(vocabulary) for _ in range(choose.choice([1, 3, 60, _COLUMNS - 2]))]
             coming = [list(prompt), list(prompt), [choose.randrange(vocabulary) for _ in range(choose.randrange(1, 9))]]
-            compared += check(enter(slots, coming, device), coming)
+            compared += check(slots.enter([tuple(sequence) for sequence in coming], longest=400), coming)
             running += coming
         elif kind == "remove" and running:
             gone = choose.sample(range(len(running)), choose.randrange(len(running)) + choose.choice([0, 1]))
@@ -63,7 +51,7 @@ def walk(slots: Slots, model, device: torch.device, moves: int, seed: int) -> in
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
 def test_logits_are_those_of_each_sequence_alone(family) -> None:
     model, device = model_of(family), torch.device("cpu")
-    slots = Slots(model, device)
+    slots = Slots(model, device, 0)
     assert walk(slots, model, device, moves=60, seed=1) > 100
     assert slots._capacity > _COLUMNS, "the buffers have grown"
     slots.release()
@@ -74,13 +62,13 @@ def test_logits_are_those_of_each_sequence_alone(family) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_captured_passes_are_those_that_are_not_captured(family) -> None:
     model, device = model_of(family, "cuda"), torch.device("cuda")
-    slots = Slots(model, device)
+    slots = Slots(model, device, 0)
     assert slots._graphs is not None
     assert walk(slots, model, device, moves=80, seed=1) > 100
     assert not slots._graphs.refused and any(not captured.unproved for captured in slots._graphs._captured.values())
     made = {}
     for graphs in (True, False):
-        decoder = Decoder(Slots(model, device, graphs), [1], 0, device, lambda: 1, str)
+        decoder = Decoder(Slots(model, device, 0, graphs), [1], device, lambda: 1, str)
         pending = [Pending(f"s{i}", list(range(2, 5 + i % 7))) for i in range(24)]
         decoder.add(pending, Sampling(max_response_tokens=150, samples_per_batch=10, seed=4))
         while len(decoder):
@@ -132,5 +120,5 @@ def test_what_cannot_be_captured_goes_on_without(monkeypatch, caplog) -> None:
 
 def test_what_is_captured() -> None:
     cuda = torch.device("cuda")  # nothing is put there yet
-    assert Slots(model_of("llama"), cuda)._graphs and Slots(model_of("mixtral"), cuda)._graphs is None
-    assert Slots(model_of("llama"), cuda, graphs=False)._graphs is None and Slots(model_of("llama"), torch.device("cpu"))._graphs is None
+    assert Slots(model_of("llama"), cuda, 0)._graphs and all(Slots(model_of(family), cuda, 0)._graphs is None for family in ("mixtral", "qwen3_moe"))
+    assert Slots(model_of("llama"), cuda, 0, graphs=False)._graphs is None and Slots(model_of("llama"), torch.device("cpu"), 0)._graphs is None

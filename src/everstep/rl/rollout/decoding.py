@@ -3,9 +3,9 @@
     decoder.add([...])                 they wait until there is room
     decoder.advance(32)                up to 32 tokens for each running sequence; returns what was made
 
-A row that is done is free for one that waits (:mod:`everstep.rl.rollout.slots`). Sequences with the same beginning (the samples of one prompt) are prefilled once. Because work is done in short calls,
-whoever calls always knows what each sequence has so far, can give it to another decoder to go on with, and can change the weights in
-between (``restart``).
+A row that is done is free for one that waits (:mod:`everstep.rl.rollout.slots`). Sequences with the same beginning (the samples of one
+prompt) are prefilled once. Because work is done in short calls, whoever calls always knows what each sequence has so far, can give it to
+another decoder to go on with, and can change the weights in between (``restart``).
 
 Legend: B running rows, V vocabulary.
 """
@@ -41,9 +41,9 @@ class Decoder:
     of a completion."""
 
     def __init__(
-        self, slots: Slots, eos: Collection[int], pad: int, device: torch.device, version: Callable[[], int], text: Callable[[list[int]], str],
+        self, slots: Slots, eos: Collection[int], device: torch.device, version: Callable[[], int], text: Callable[[list[int]], str],
     ):
-        self._slots, self._pad, self._device, self._version, self._text = slots, pad, device, version, text
+        self._slots, self._device, self._version, self._text = slots, device, version, text
         self._eos = torch.tensor(sorted(eos), device=device)
         self._waiting: list[Pending] = []
         self._rows: list[Pending] = []
@@ -94,16 +94,16 @@ class Decoder:
         steps = torch.tensor([len(s.made.tokens) for s in self._rows], device=self._device)
         token, logprob = draw(self._logits, self._sampling, self._keys, steps)
         ended = torch.isin(token, self._eos)
-        version, done, leave = self._version(), set[str](), list[int]()
+        version, leave = self._version(), list[int]()
         drawn = zip(self._rows, token.tolist(), logprob.tolist(), ended.tolist(), strict=True)
         for row, (sequence, t, p, end) in enumerate(drawn):
             piece = Response([t], [p], [version], finished=end)
             gained.setdefault(sequence.sample_id, Response()).extend(piece)
             sequence.made.extend(piece)
             if end or len(sequence.made.tokens) >= limit:
-                done.add(sequence.sample_id)
                 leave.append(row)
                 sequence.made.text = gained[sequence.sample_id].text = self._text(sequence.made.tokens)
+        done = {self._rows[row].sample_id for row in leave}
         if leave:
             token = token[self._leave(leave)]
         if self._rows:
@@ -117,17 +117,9 @@ class Decoder:
         if not self._waiting or (self._rows and free < _ENTRY_SHARE * size):
             return
         entering, self._waiting = self._waiting[:free], self._waiting[free:]
-        texts = [tuple(s.prompt + s.made.tokens) for s in entering]
-        different = {text: row for row, text in enumerate(dict.fromkeys(texts))}
-        width = max(map(len, different))
-        ids = torch.tensor([[self._pad] * (width - len(text)) + list(text) for text in different], device=self._device)
-        mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in different], device=self._device)
-        cache, logits = self._slots.prefill(ids, mask)
-        rows = [different[text] for text in texts]
         longest = max(len(s.prompt) for s in entering) + self._sampling.max_response_tokens
-        self._slots.enter(cache, rows, [width - len(text) for text in texts], longest)
+        logits = self._slots.enter([(*s.prompt, *s.made.tokens) for s in entering], longest)
         keys = sample_keys(self._sampling.seed, [s.sample_id for s in entering]).to(self._device)
-        logits = logits[torch.tensor(rows, device=self._device)]
         self._logits = torch.cat([self._logits, logits]) if self._rows else logits
         self._keys = torch.cat([self._keys, keys])
         self._rows = self._rows + entering

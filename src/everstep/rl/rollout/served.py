@@ -34,8 +34,13 @@ class Served:
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """The parameters under all Hugging Face names that they are saved with; of fused experts, views."""
     getters = {name: functools.partial(_same, p) for name, p in model.named_parameters(remove_duplicate=False)}
-    saved = single_experts(getters, model.config.model_type, getattr(model.config, "num_local_experts", 0))
+    saved = single_experts(getters, model.config.model_type, expert_count(model))
     return {name: get() for name, get in saved.items()}
+
+
+def expert_count(model: PreTrainedModel) -> int:
+    """Experts of a layer, of a model whose configuration knows of any; else 0."""
+    return int(getattr(model.config, "num_local_experts", 0))
 
 
 def checked(weights: Iterable[tuple[str, Tensor]], expected: Mapping[str, tuple[torch.Size, int | str]]) -> Iterator[tuple[str, Tensor]]:

@@ -1,7 +1,7 @@
 """Keys and values of sequences that are being decoded, in places that do not move, so that one token for all is one launch on a GPU.
 
-    slots = Slots(model, device)
-    slots.enter(cache, rows, padding, longest) sequences that were prefilled, behind those that are there
+    slots = Slots(model, device, pad)
+    logits = slots.enter(sequences, longest)   they are prefilled, behind those that are there; the logits of their next tokens
     logits = slots.advance(tokens)             each sequence's next token goes in; the logits of the one after it come out
     slots.remove([0, 5])                       these rows are free; the last ones move into their places
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from everstep.errors import first_line
+from everstep.rl.rollout.served import expert_count
 
 LOG = logging.getLogger(__name__)
 
@@ -41,14 +42,14 @@ _TOLERANCE = 0.01
 
 
 class Slots:
-    """``graphs``: capture CUDA graphs, on a GPU. Not thread-safe."""
+    """``pad``: a token for where no sequence is. ``graphs``: capture CUDA graphs, on a GPU. Not thread-safe."""
 
-    def __init__(self, model: Any, device: torch.device, graphs: bool = True):
-        self._model, self._device = model, device
+    def __init__(self, model: Any, device: torch.device, pad: int, graphs: bool = True):
+        self._model, self._device, self._pad = model, device, pad
         # `past_key_values` until transformers 5.23, which still knows it but warns.
         self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         # Experts are called by what the router says, on the host.
-        self._graphs: _Graphs | None = _Graphs() if graphs and device.type == "cuda" and not _has_experts(model) else None
+        self._graphs: _Graphs | None = _Graphs() if graphs and device.type == "cuda" and not expert_count(model) else None
         self._lengths: list[int] = []  # of the running rows
         self._size = self._capacity = self._longest = 0  # rows and columns of the buffers; the most columns that can be needed
         self._layers: list[tuple[Tensor, Tensor]] = []
@@ -58,37 +59,40 @@ class Slots:
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def prefill(self, ids: Tensor, mask: Tensor) -> tuple[DynamicCache, Tensor]:
-        """Sequences (B, T), padded on the left where ``mask`` is 0: their keys and values, and the logits of the next token (B, V)."""
-        cache = DynamicCache()  # its layers are those of plain attention
-        return cache, self._forward(ids, mask, (mask.cumsum(dim=1) - 1).clamp(min=0), cache)
+    def enter(self, sequences: Sequence[tuple[int, ...]], longest: int) -> Tensor:
+        """Sequences of tokens, behind those that are there; equal ones are prefilled once. The logits of their next tokens (n, V). None
+        gets longer than ``longest`` tokens."""
+        different = {sequence: row for row, sequence in enumerate(dict.fromkeys(sequences))}
+        width = max(map(len, different))
+        ids = torch.tensor([[self._pad] * (width - len(s)) + list(s) for s in different], device=self._device)
+        mask = torch.tensor([[0] * (width - len(s)) + [1] * len(s) for s in different], device=self._device)
+        cache: Any = DynamicCache()  # its layers are those of plain attention
+        logits = self._forward(ids, mask, (mask.cumsum(dim=1) - 1).clamp(min=0), cache)
 
-    def enter(self, cache: Any, rows: Sequence[int], padding: Sequence[int], longest: int) -> None:
-        """Sequences, each in a row of ``cache`` (one may be there for many), whose first ``padding`` columns are not theirs. None gets longer
-        than ``longest`` tokens."""
-        first, width = len(self), cache.layers[0].keys.shape[2]
-        self._lengths += [width - pad for pad in padding]
+        first = len(self)
+        self._lengths += map(len, sequences)
         self._longest = max(self._longest, longest)
-        self._reserve(cache)
-        index = torch.tensor(rows, device=self._device)
-        shift = torch.tensor(padding, device=self._device).unsqueeze(1)
-        columns = (torch.arange(width, device=self._device) + shift).clamp(max=width - 1)
+        self._layers = self._layers or [(layer.keys[:0, :, :0], layer.values[:0, :, :0]) for layer in cache.layers]
+        self._reserve()
+        rows = torch.tensor([different[s] for s in sequences], device=self._device)
+        padding = torch.tensor([width - len(s) for s in sequences], device=self._device).unsqueeze(1)
+        columns = (torch.arange(width, device=self._device) + padding).clamp(max=width - 1)
         for layer, (keys, values) in zip(cache.layers, self._layers, strict=True):
             for held, given in ((keys, layer.keys), (values, layer.values)):
-                held[first : len(self), :, :width] = given[index[:, None], :, columns].transpose(1, 2)
+                held[first : len(self), :, :width] = given[rows[:, None], :, columns].transpose(1, 2)
+        return logits[rows]
 
     def advance(self, tokens: Tensor) -> Tensor:
         """``tokens`` (B,): the next ones. The logits of those after them (B, V), which are overwritten by the next call."""
         rows = len(self)
-        if max(self._lengths) == self._capacity:
-            self._grow(self._capacity + 1)
+        self._reserve()
         self._tokens[:rows, 0] = tokens
         self._positions[:rows] = torch.tensor(self._lengths, device=self._device)
         self._lengths = [length + 1 for length in self._lengths]
         if self._graphs is None:
             return self._pass(rows, max(self._lengths))
         # Rows that are free write into their own first column, which nobody reads before it is written anew.
-        padded = min(self._size, 1 << (rows - 1).bit_length())
+        padded = _power_of_two(rows)
         self._positions[rows:padded] = 0
         return self._graphs.run(padded, lambda: self._pass(padded, self._capacity))[:rows]
 
@@ -147,23 +151,21 @@ class Slots:
         if self._graphs:
             self._graphs.clear()
 
-    def _reserve(self, cache: Any) -> None:
-        """Room for the rows and columns of now."""
+    def _reserve(self) -> None:
+        """Room for the rows of now, and for one more token in each."""
         rows, columns = len(self), max(self._lengths) + 1
         if rows > self._size:
-            self._size = 1 << (rows - 1).bit_length()
+            self._size = _power_of_two(rows)
             self._rows = torch.arange(self._size, device=self._device)
             self._tokens = torch.zeros(self._size, 1, dtype=torch.int64, device=self._device)
             self._positions = torch.zeros(self._size, dtype=torch.int64, device=self._device)
-            self._layers = self._layers or [(layer.keys[:0], layer.values[:0]) for layer in cache.layers]
             self._grow(max(columns, self._capacity))
         elif columns > self._capacity:
             self._grow(columns)
 
     def _grow(self, columns: int) -> None:
         """Buffers of ``_size`` rows and at least so many columns, with what there is."""
-        doubled = max(_COLUMNS, 1 << (columns - 1).bit_length())
-        self._capacity = max(columns, min(doubled, -(-self._longest // _COLUMNS) * _COLUMNS))
+        self._capacity = max(columns, min(max(_COLUMNS, _power_of_two(columns)), -(-self._longest // _COLUMNS) * _COLUMNS))
         self._columns = torch.arange(self._capacity, device=self._device)
         for index, layer in enumerate(self._layers):
             self._layers[index] = (self._wider(layer[0]), self._wider(layer[1]))
@@ -172,8 +174,7 @@ class Slots:
 
     def _wider(self, held: Tensor) -> Tensor:
         wide = held.new_zeros(self._size, held.shape[1], self._capacity, held.shape[3])  # not empty: 0 times a NaN would be one
-        rows, columns = min(len(held), self._size), min(held.shape[2], self._capacity)
-        wide[:rows, :, :columns] = held[:rows, :, :columns]
+        wide[: len(held), :, : held.shape[2]] = held
         return wide
 
 
@@ -242,5 +243,6 @@ class _Graphs:
         return _Captured(graph, logits)
 
 
-def _has_experts(model: Any) -> bool:
-    return any(getattr(model.config, name, 0) for name in ("num_experts", "num_local_experts"))
+def _power_of_two(count: int) -> int:
+    """The smallest one that is not below ``count``."""
+    return 1 << (count - 1).bit_length()

@@ -37,7 +37,6 @@ class TransformersRollout(Served):
     ):
         self.tokenizer, self.device, self._graphs = tokenizer, torch.device(device), graphs
         self._slots = weakref.WeakSet[Slots]()  # of the decoders that there are
-        self._mine: Decoder | None = None
         self._frozen: dict[str, Tensor] = {}  # with adapters: the weights of the adapted modules without them
         # The initial weights are overwritten; drawing them must not move the process's random state.
         cuda = [self.device] if self.device.type == "cuda" else []
@@ -82,7 +81,7 @@ class TransformersRollout(Served):
 
     def sleep(self) -> None:
         """To host memory. See :class:`everstep.rl.rollout.engine.RolloutEngine`."""
-        self.version = self._mine = None
+        self.version = None
         for slots in self._slots:
             slots.release()
         self.model.to("cpu")
@@ -92,9 +91,9 @@ class TransformersRollout(Served):
 
     def decoder(self) -> Decoder:
         """For sequences that come and go. WorkerFailed, when asked for a token, before there are weights."""
-        slots = Slots(self.model, self.device, self._graphs)
+        slots = Slots(self.model, self.device, self._pad, self._graphs)
         self._slots.add(slots)
-        return Decoder(slots, self.eos, self._pad, self.device, self._serving, self._text)
+        return Decoder(slots, self.eos, self.device, self._serving, self._text)
 
     def generate(self, batch: TrainingBatch, sampling: Sampling) -> TrainingBatch:
         """One completion per row of ``batch``, whose ``input_ids``/``attention_mask`` (B, P) are right-padded prompts; as
@@ -105,12 +104,11 @@ class TransformersRollout(Served):
         prompts = prompt_tokens(batch)
         if not all(prompts):
             raise WorkerFailed(f"rollout: the prompt of sample {batch.sample_ids[prompts.index([])]} is empty")
-        decoder, self._mine = self._mine or self.decoder(), None  # after an error, what is left in it is no one's
+        decoder = self.decoder()  # which goes with the call: its memory is for training again
         sequences = [Pending(sid, prompt) for sid, prompt in zip(batch.sample_ids, prompts, strict=True)]
         decoder.add(sequences, sampling)
         while len(decoder):
             decoder.advance(sampling.max_response_tokens)
-        self._mine = decoder
         return assemble(batch, {s.sample_id: s.made for s in sequences})
 
 

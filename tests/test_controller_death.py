@@ -169,7 +169,9 @@ def test_replicas_of_two_ranks_and_two_controllers_one_after_the_other(shape, mo
     assert_invariants(done, steps=STEPS)
     assert by_position(done, 2) == undisturbed(model, shape, f"sft.steps={STEPS}")
     assert [t["incarnation"] for t in done.kind("takeover")] == [2, 3]
-    assert len(done.kind("form")) == 4 and not done.kind("death")
+    assert not done.kind("death")
+    again = len(done.kind("form")) - 4
+    assert again in (0, 2), "who had its order while its partner had not waits for it inside a collective: that replica is formed anew"
 
 
 def while_the_ranks_compute_later(step: int) -> None:

@@ -269,7 +269,7 @@ def test_ray_that_does_not_start_is_one_sentence(tmp_path: Path, monkeypatch) ->
         raise Exception("The current node timed out during startup.\nThis could happen because ...")
 
     monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(WorkerFailed, match=r"^Ray did not start on this machine: The current node timed out during startup\.$"):
+    with pytest.raises(WorkerFailed, match=r"^Ray did not start on this machine: The current node timed out during startup$"):
         driver.run(config(SFT, tmp_path / "run", "layout.replicas=2"))
     assert everstep.status(tmp_path / "run").cause.startswith("Ray did not start")
 

@@ -178,9 +178,9 @@ class Agents:
                 before.close()  # it was frozen, or its connection is lost
             self._sessions[node] = session
             ranks = dict(self._ranks.get(node, {}))
-        self._note("agent", node=node, state="up", sees=list(hello["sees"]))
         for worker, pid in ranks.items():
             session.put({"type": "watch", "worker": worker, "pid": pid})
+        self._note("agent", node=node, state="up", sees=list(hello["sees"]))
         try:
             while True:
                 self._hear(node, wire.receive(sock))

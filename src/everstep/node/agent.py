@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from everstep.cluster.processes import ProcessWatch, pid_runs
+from everstep.cluster.processes import ProcessWatch
 from everstep.errors import BadInput
 from everstep.node.page import Reading, View, Where
 from everstep.node.senses import News, Senses
@@ -110,9 +110,9 @@ class NodeWatch:
 
     @property
     def somebody_lives(self) -> bool:
+        """Whether there is a rank whose end has not been told."""
         with self._lock:
-            ranks = list(self._ranks.values())
-        return any(pid_runs(rank.pid) for rank in ranks)
+            return any(not rank.ended for rank in self._ranks.values())
 
     def over(self) -> None:
         """The run is over: what ends from now on is no news."""
@@ -187,10 +187,10 @@ class NodeWatch:
         if rank is None or rank.pid != pid or self._over:
             return  # a run that was begun anew has given its name to another process
         reading, now = _reading(rank), time.monotonic()
-        rank.ended = True
         at = reading.where if reading else Where()
         self._tell("rank_end", step=at.step, node=self.node, worker=worker, worker_pid=rank.pid, replica=at.replica, rank=at.rank,
                    says=reading.says(now) if reading else "it had no page, or it was not opened yet")
+        rank.ended = True  # only now: an agent that has nobody left to look at leaves
 
     # -- the machine ---------------------------------------------------------------------------------------------------------------------
 

@@ -63,6 +63,13 @@ def test_the_stacks_show_where_each_stood(struck: Finished) -> None:
     assert len(peers) >= 2 and any("link.py" in text or "transaction.py" in text for text in peers)
 
 
+def test_only_who_is_killed_and_does_not_answer_gets_the_signal(struck: Finished) -> None:
+    """A dump in C has killed healthy ranks: it reads frames of threads that run."""
+    asked = {path.stem for path in (struck.folder / "logs" / "attempt-1").glob("*.stacks") if path.stat().st_size}
+    assert asked == {"rank-002"}, "the one that keeps its interpreter lock"
+    assert all("control" in path.read_text() for path in of(struck, "w2").glob("*.stacks") if path.stem != "w2"), "the others wrote theirs by themselves"
+
+
 def test_a_stopped_process_is_seen_from_outside(struck: Finished) -> None:
     folder = of(struck, "w0")
     assert json.loads((folder / "w0.kernel.json").read_text())["State"].startswith("T")

@@ -113,7 +113,7 @@ class Worker:
         control.on_record, control.on_fenced = self._on_record, self._fenced
         control.describe, control.on_adopted = lambda incarnation: orphaned.describe(self, incarnation), lambda found: orphaned.adopted(self, found)
         control.on_order, control.on_phase = self.victim.obey, self.victim.enter
-        control.on_diagnose = lambda folder: diagnosis.write_collectives(folder, worker_id)
+        control.on_diagnose = lambda folder: diagnosis.answer(folder, worker_id)
         events.emit("process_start", device=str(device))
 
     # -- place in the group ------------------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@
       w4.stacks, w0.stacks    Python stacks of all threads
       w0.collectives.json     torch's flight recorder: the last collectives of NCCL or gloo, and which did not complete
 
-Stacks come by a signal that Python's ``faulthandler`` serves in C: also a process whose interpreter lock is stuck writes them. A stopped process
-(SIGSTOP) serves no signal; of it py-spy reads the stacks from outside, if it is installed. What is read from outside is read by the agent of its
-node (:mod:`everstep.cluster.agents`). The flight recorder is asked for over the control channel, whose thread lives in a rank that merely hangs.
+A rank is asked over the control channel, whose thread lives in one that merely hangs, and writes stacks and flight recorder itself. One that is to
+be killed and does not answer gets a signal that Python's ``faulthandler`` serves in C, also while its interpreter lock is stuck. Nobody who lives on
+gets that signal: a dump in C reads the frames of threads that run, and has killed healthy ranks. A stopped process (SIGSTOP) serves no signal; of it
+py-spy reads the stacks from outside, if it is installed. What is read from outside is read by the agent of its node (:mod:`everstep.cluster.agents`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import json
 import logging
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -31,8 +34,9 @@ from everstep.telemetry.events import to_json
 LOG = logging.getLogger(__name__)
 SIGNAL = signal.SIGUSR2
 WAIT_S = 1.0        # for what ranks write; survivors do not wait for it
+ANSWER_S = 0.2       # for the one that will be killed to write its stacks itself; then it gets the signal
 PY_SPY_S = 5.0       # for stacks that are read from outside
-HEAD_START_S = 0.05  # in which the signals are sent before the others are told to go on without the rank
+HEAD_START_S = 0.05  # in which all are asked before the others are told to go on without the rank
 
 # -- in a worker -----------------------------------------------------------------------------------------------------------------------
 
@@ -47,15 +51,30 @@ def register(path: Path) -> None:
     faulthandler.register(SIGNAL, file=_stacks, all_threads=True, chain=False)
 
 
-def write_collectives(folder: str, worker: str) -> None:
-    """torch's record of this process's last collectives, if this build of torch keeps one."""
+def answer(folder: str, worker: str) -> None:
+    """Asked over the control channel: the stacks of this process's threads, and torch's record of its last collectives, if this build keeps one."""
     from torch._C import _distributed_c10d as c10d
 
     dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json", None)
-    if dump is None:
-        return
     with contextlib.suppress(OSError):  # the folder is made by the lead, and gone with the run
-        (Path(folder) / f"{worker}.collectives.json").write_bytes(dump())
+        _whole(Path(folder) / f"{worker}.stacks", _own_stacks().encode())
+        if dump is not None:
+            _whole(Path(folder) / f"{worker}.collectives.json", dump())
+
+
+def _own_stacks() -> str:
+    """As ``faulthandler`` writes them, and with the threads' names."""
+    names, lines = {thread.ident: thread.name for thread in threading.enumerate()}, []
+    for ident, frame in sys._current_frames().items():
+        lines.append(f"Thread {ident:#x} {names.get(ident, '')} (most recent call first):")
+        lines += [f'  File "{each.f_code.co_filename}", line {line} in {each.f_code.co_name}' for each, line in traceback.walk_stack(frame)]
+    return "\n".join(lines) + "\n"
+
+
+def _whole(path: Path, content: bytes) -> None:
+    part = path.with_suffix(f"{path.suffix}.partial")
+    part.write_bytes(content)
+    part.rename(path)
 
 
 # -- in the lead -----------------------------------------------------------------------------------------------------------------------
@@ -73,7 +92,7 @@ class Diagnosis:
         self._running: dict[str, threading.Thread] = {}
 
     def take(self, worker: str, cause: str, step: int, whereabouts: Mapping[str, Mapping[str, Any]]) -> None:
-        """Begin to write down what all ranks do. Returns once the signals are sent, or after :data:`HEAD_START_S`; never raises."""
+        """Begin to write down what all ranks do. Returns once that is done, or after :data:`HEAD_START_S`; never raises."""
         thread = threading.Thread(target=self._take, args=(worker, cause, step, whereabouts), name=f"diagnosis-{worker}", daemon=True)
         self._running[worker] = thread
         thread.start()
@@ -88,31 +107,41 @@ class Diagnosis:
         try:
             folder = self._folder / f"step-{step:06d}-{worker}"
             folder.mkdir(parents=True, exist_ok=True)
-            before = {w: _size(self._stacks(w)) for w in whereabouts}
+            asked = time.monotonic()
             for each in sorted(whereabouts, key=lambda w: w != worker):  # the one that will be killed first
-                with contextlib.suppress(Exception):  # gone, or its node is: that is in the summary by its absence
-                    self._send(each, SIGNAL)
                 self._order(each, {"type": "diagnose", "folder": str(folder)})
             summary = {"worker": worker, "cause": cause, "step": step, "t_wall": time.time(), "behind": behind(whereabouts), "ranks": whereabouts}
             (folder / "summary.json").write_text(to_json(summary))
             self._outside(folder, worker)
-            self._collect(folder, worker, before)
+            self._await_stacks(folder, worker, whereabouts, asked)
             self._told(folder, worker)
         except OSError as error:
             LOG.warning("the diagnosis of %s could not be written: %s", worker, error)
 
-    def _collect(self, folder: Path, worker: str, before: Mapping[str, int]) -> None:
-        """The stacks that each rank wrote since, as they come. Of one that answers nothing py-spy is asked."""
-        owing, end = dict(before), time.monotonic() + WAIT_S
-        while owing and time.monotonic() < end:
-            time.sleep(0.02)
-            for each, size in list(owing.items()):
-                text = _after(self._stacks(each), size)
-                if text and _after(self._stacks(each), size) == text and text.endswith("\n"):
-                    (folder / f"{each}.stacks").write_text(text)
-                    del owing[each]
-        if worker in owing and (read := self._examine(worker, PY_SPY_S + 1.0, True).get("stacks")):
+    def _await_stacks(self, folder: Path, worker: str, whereabouts: Mapping[str, Any], asked: float) -> None:
+        """Until each has written its stacks. Of the one that will be killed they are got in other ways, if need be."""
+        written = lambda each: (folder / f"{each}.stacks").exists()
+        _until(lambda: written(worker), asked + ANSWER_S)
+        if not written(worker):
+            self._by_signal(folder, worker, asked + WAIT_S)
+        if not written(worker) and (read := self._examine(worker, PY_SPY_S + 1.0, True).get("stacks")):
             (folder / f"{worker}.stacks").write_text(read)
+        _until(lambda: all(map(written, whereabouts)), asked + WAIT_S)
+
+    def _by_signal(self, folder: Path, worker: str, end: float) -> None:
+        path = self._stacks(worker)
+        before = _size(path)
+        with contextlib.suppress(Exception):  # gone, or its node is: that is in the summary by its absence
+            self._send(worker, SIGNAL)
+        last = ""
+
+        def complete() -> bool:
+            nonlocal last
+            text, last = last, _after(path, before)
+            return text == last and text.endswith("\n")
+
+        if _until(complete, end):
+            (folder / f"{worker}.stacks").write_text(last)
 
     def _outside(self, folder: Path, worker: str) -> None:
         found = dict(self._examine(worker, WAIT_S, False))
@@ -154,6 +183,12 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def _until(condition: Callable[[], bool], end: float) -> bool:
+    while not (met := condition()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return met
 
 
 def _size(path: Path) -> int:

@@ -70,7 +70,10 @@ def _second_engine_fails_twice() -> None:
 
 
 def _engines_fail() -> None:
-    if mp.current_process().name.startswith("e"):
+    """The second one is on its way again when the first one fails."""
+    name = mp.current_process().name
+    if name.startswith("e"):
+        time.sleep({"e0": 2.0, "e1.1": 4.0}.get(name, 0.0))
         os._exit(3)
 
 

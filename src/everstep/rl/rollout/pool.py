@@ -81,7 +81,8 @@ class RolloutPool:
             for number in range(self._count):
                 self._begin(number, f"e{number}")
             self._changed.wait_for(lambda: self._closed or not self._untried)
-            if not self._closed and not self._requests.usable:
+            # One that failed may be on its way again by now: that is no engine yet.
+            if not self._closed and all(self._requests.engines[name].state is EngineState.STARTING for name in self._requests.usable):
                 raise WorkerFailed(f"no rollout engine could start: {self._cause}")
 
     def resize(self, engines: int) -> dict[str, list[str]]:

@@ -114,7 +114,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.full if n == 8 else []) for n in CASES])
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.full if n > 2 else []) for n in CASES])
 def test_parallel_layouts_equal_one_rank(ranks: int) -> None:
     cases = CASES[ranks]
     wanted = references(cases)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -15,6 +16,8 @@ from tests.support.runs import DEMO, ROOT, SFT, Finished, command, config, finis
 from tests.test_faults import assert_invariants
 from tests.test_recovery import serve, until
 
+from everstep import chaos, cli
+from everstep.cluster.forked import ForkedHost
 from everstep.cluster.processes import ProcessWatch
 from everstep.errors import CoordinatorLost, WorkerFailed
 from everstep.recovery.control import Control
@@ -107,11 +110,19 @@ def test_faults_in_rollout_and_in_save_and_user_code_that_raises(tmp_path):
 
 
 @pytest.mark.timeout(180)
-def test_chaos_from_the_command_line_ends_with_the_proof(tmp_path):
-    process = command(["chaos", SFT, "--seed", "5", "--rate", "0.2", "--faults", "kill,exit,nan", f"run_dir={tmp_path}/run", "device=cpu",
-                       "layout.spares=1", "sft.steps=15", "checkpoint.at_end=false", "telemetry.tensorboard=false", "telemetry.progress=none"])
-    out, err = process.communicate(timeout=170)
-    assert process.returncode == 0, err
+@pytest.mark.parametrize("launcher", ["forked", pytest.param("ray", marks=pytest.mark.full)])
+def test_chaos_from_the_command_line_ends_with_the_proof(tmp_path, monkeypatch, capsys, launcher):
+    given = ["chaos", SFT, "--seed", "5", "--rate", "0.2", "--faults", "kill,exit,nan", f"run_dir={tmp_path}/run", "device=cpu",
+             "layout.spares=1", "sft.steps=15", "checkpoint.at_end=false", "telemetry.tensorboard=false", "telemetry.progress=none"]
+    if launcher == "ray":
+        process = command(given)
+        out, err = process.communicate(timeout=170)
+        code = process.returncode
+    else:
+        monkeypatch.setattr(chaos.driver, "run", functools.partial(chaos.driver.run, host=ForkedHost))
+        code = cli.run(given)
+        out, err = capsys.readouterr()
+    assert code == 0, err
     lines = out.splitlines()
     assert lines[0].startswith("chaos: seed 5, ") and lines[0].endswith("2 deaths can be survived")
     planned = [line for line in lines if line.startswith("  step ")]

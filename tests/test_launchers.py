@@ -140,6 +140,7 @@ def test_the_program_of_the_readme_runs(workplace: Path, ray_cluster: None, caps
     assert len(losses) == 10 and losses[-1] < losses[0]
 
 
+@pytest.mark.full
 def test_the_custom_dispatch_of_the_examples_runs(workplace: Path, ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
     spec = importlib.util.spec_from_file_location("custom_dispatch", ROOT / "examples" / "custom_dispatch.py")
     assert spec and spec.loader
@@ -228,7 +229,8 @@ def training(folder: Path, launcher: str) -> Iterator[tuple[subprocess.Popen[str
         process.communicate(timeout=10)
 
 
-@pytest.mark.parametrize(("launcher", "number"), [pytest.param("ray", signal.SIGINT, marks=pytest.mark.full), pytest.param("ray", signal.SIGTERM, marks=pytest.mark.full), ("local", signal.SIGINT)])
+@pytest.mark.full  # tests/test_shutdown.py and tests/test_torchrun.py show the same without a command line
+@pytest.mark.parametrize(("launcher", "number"), [("ray", signal.SIGINT), ("ray", signal.SIGTERM), ("local", signal.SIGINT)])
 def test_an_interrupt_ends_everything_in_order(tmp_path: Path, launcher: str, number: signal.Signals) -> None:
     before = shared_memory(tmp_path / "run")
     with training(tmp_path, launcher) as (process, token):
@@ -290,6 +292,7 @@ def test_a_data_function_that_raises_is_bad_input(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_a_failing_method_of_a_worker_is_named_with_its_rank(tmp_path: Path, ray_cluster: None) -> None:
     with pytest.raises(WorkerFailed, match=r"^rank 1/0 failed in step 1: KeyError: 'a bug in the loss'$"):
         probe.train(config(SFT, tmp_path / "run"), tmp_path, ranks=99, fail_on="1/0")

@@ -345,6 +345,7 @@ def again(replicas: Replicas, folder: Path) -> Replicas:
     return other
 
 
+@pytest.mark.full
 def test_nobody_takes_the_place_of_a_living_replica_while_the_lighthouse_is_away(tmp_path: Path, calm) -> None:
     """A second process of the same number is at the new lighthouse before the first one is."""
     with Replicas(local(tmp_path, 2, "sft.steps=24"), tmp_path) as replicas:

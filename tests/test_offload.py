@@ -164,12 +164,12 @@ NOT_SHARDED = {"distributed_optimizer": False}
 
 CASES = {
     1: [(models.Case(Layout()), "bfloat16"), (models.Case(Layout(), "llama", False, NOT_SHARDED), "float32")],
-    2: [
-        (models.Case(Layout(dp=2)), "float32"),
-        (models.Case(Layout(pp=2, vpp=2), engine=NOT_SHARDED), "bfloat16"),
-        (models.Case(Layout(tp=2), lora={"rank": 2}, engine=SP), "bfloat16"),
+    2: [(models.Case(Layout(dp=2)), "float32"), (models.Case(Layout(tp=2), lora={"rank": 2}, engine=SP), "bfloat16")],
+    4: [
+        (models.Case(Layout(tp=2, dp=2), engine=SP), "bfloat16"),
+        (models.Case(Layout(cp=2, pp=2)), "float32"),
+        (models.Case(Layout(dp=2, pp=2, vpp=2), engine=NOT_SHARDED), "bfloat16"),
     ],
-    4: [(models.Case(Layout(tp=2, dp=2), engine=SP), "bfloat16"), (models.Case(Layout(cp=2, pp=2)), "float32")],
 }
 
 

@@ -119,13 +119,13 @@ def both(rank: int, cases: list[Case]) -> list[tuple[dict[str, Any], dict[str, A
 SP = {"sequence_parallel": True}
 CASES = {
     1: [Case(Layout(), engine={"recompute": "full"}), Case(Layout(), "llama", False, engine={"logprob_chunk_tokens": 5}, lora={"rank": 4})],
-    2: [
-        Case(Layout(tp=2), engine=SP),
-        Case(Layout(pp=2, layers_per_stage=(4, 2))),
-        Case(Layout(pp=2, vpp=3), "llama", False, engine={"recompute": "full"}),
-        Case(Layout(cp=2), engine={"recompute": "selective"}),
+    2: [Case(Layout(pp=2, layers_per_stage=(4, 2))), Case(Layout(cp=2), engine={"recompute": "selective"})],
+    4: [
+        Case(Layout(tp=2, cp=2), engine={**SP, "logprob_chunk_tokens": 5}),
+        Case(Layout(dp=2, pp=2), lora={"rank": 4}),
+        Case(Layout(tp=2, dp=2), engine=SP),
+        Case(Layout(dp=2, pp=2, vpp=3), "llama", False, engine={"recompute": "full"}),
     ],
-    4: [Case(Layout(tp=2, cp=2), engine={**SP, "logprob_chunk_tokens": 5}), Case(Layout(dp=2, pp=2), lora={"rank": 4})],
 }
 
 

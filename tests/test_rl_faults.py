@@ -136,7 +136,7 @@ ROWS = [
     Row("compute", FIRST + 2), Row("vote", FIRST + 2, hold=True), Row("apply", FIRST + 3), Row("commit", FIRST + 3),
     Row("reduce", FIRST + 2, hold=True, replica=0), Row("logprobs", hold=True, replica=0), Row("compute", FIRST + 3, kind="exit"),
 ]
-TELLING = {"kill-reward-6", "kill-values-6", "kill-commit-7", "kill-compute-8"}
+TELLING = {"kill-reward-6", "kill-commit-7", "kill-compute-8"}
 
 
 @pytest.mark.parametrize("row", [pytest.param(r, id=f"{r}-{r.replica}", marks=[] if str(r) in TELLING else [pytest.mark.full]) for r in ROWS])

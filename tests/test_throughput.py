@@ -42,6 +42,7 @@ def test_cards_are_found_by_name() -> None:
     assert peak_flops("CPU") is None
 
 
+@pytest.mark.full
 def test_the_quick_run_measures_and_says_so(tmp_path: Path) -> None:
     done = subprocess.run(
         [

@@ -3,7 +3,9 @@ the model that was trained."""
 
 from __future__ import annotations
 
+import contextlib
 import re
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -214,6 +216,17 @@ def loss_of(model: torch.nn.Module, held_out: Any) -> float:
     return float((nll * mask).sum() / mask.sum())
 
 
+@contextlib.contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """The kernel refuses this process to write more into a file, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 @pytest.mark.parametrize(
     ("layout", "lora", "store"),
     [
@@ -256,6 +269,9 @@ def test_export_makes_the_model_that_was_trained(
 
     if not store:  # nobody vouches for it: it is in no manifest
         (Path(where) / "step-000004" / "model" / "stray").symlink_to("/etc/hostname")
+    with files_of_at_most(1 << 14):
+        code, printed = everstep(capsys, "export", f"{where}/step-000004", str(tmp_path / "part"))
+    assert code == 3 and "File too large" in printed and not list(tmp_path.glob("*part*")), "nothing of it is left"
     before = AutoModelForCausalLM.from_pretrained(SUMS, dtype=torch.float32)
     whole = AutoModelForCausalLM.from_pretrained(exported(), dtype=torch.float32)
     assert not (tmp_path / "out0" / "stray").exists()

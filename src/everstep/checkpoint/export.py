@@ -8,6 +8,7 @@ Reads the checkpoint's logical tensors; needs no process group and no device. Wh
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from everstep.checkpoint.storage import (
     is_local,
     place,
     read_file,
+    remove_folder,
     storage_errors,
     write_file,
 )
@@ -104,11 +106,16 @@ def export(checkpoint: str, out: str, adapter: bool = False, critic: bool = Fals
         raise BadInput(f"{checkpoint}: has no critic (recipe={config.recipe}); export it without --critic")
     if adapter and critic:
         raise BadInput("--adapter and --critic: peft would not know what a critic's adapters belong to; give one of them")
-    with storage_errors("writing", target):
-        if adapter:
-            return sorted(write_adapter(folder, target, config))
-        part = "critic" if critic else "model"
-        return sorted(write_model(folder, target, config, _describing(read_manifest(folder).files, part), part))
+    try:
+        with storage_errors("writing", target):
+            if adapter:
+                return sorted(write_adapter(folder, target, config))
+            part = "critic" if critic else "model"
+            return sorted(write_model(folder, target, config, _describing(read_manifest(folder).files, part), part))
+    except BaseException:  # Ctrl-C, too: a part of a model is no use to anybody
+        with contextlib.suppress(OSError):
+            remove_folder(target)
+        raise
 
 
 # ---------------------------------------------------------------- a Hugging Face directory
@@ -116,7 +123,8 @@ def export(checkpoint: str, out: str, adapter: bool = False, critic: bool = Fals
 
 def write_model(folder: Path, target: Path, config: Config, described: Sequence[str], part: str = "model") -> dict[str, FileEntry]:
     """The whole model (or ``part`` critic) of checkpoint ``folder``, adapters merged in, so that ``from_pretrained(target)`` loads it.
-    ``described``: the files in it that describe this model (``_describing``). Returns what was written, by name in ``target``. At most one tensor is held in memory.
+    ``described``: the files in it that describe this model (``_describing``), which come last: nothing loads a part of it. Returns what was written,
+    by name in ``target``. At most one tensor is held in memory.
     """
     index = Index(folder)
     if config.lora.rank:
@@ -125,8 +133,8 @@ def write_model(folder: Path, target: Path, config: Config, described: Sequence[
         prefix, dtype = _weights(index, part), getattr(torch, config.model.dtype)
         tensors = [(name.removeprefix(prefix), dtype, of.shape) for name, of in index.tensors.items() if name.startswith(prefix)]
         read = lambda name: whole_tensor(index, prefix + name).to(dtype)
-    written = {name: write_file(target / name, read_file(folder / DESCRIBED[part] / name)) for name in described}
-    return written | write_shards(target, tensors, read)
+    written = write_shards(target, tensors, read)
+    return written | {name: write_file(target / name, read_file(folder / DESCRIBED[part] / name)) for name in described}
 
 
 def _weights(index: Index, part: str) -> str:

@@ -34,6 +34,7 @@ from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.desk import Desk
 from everstep.recovery.view import Kind
 from everstep.telemetry.events import read_events
+from everstep.telemetry.status import status
 
 pytestmark = [pytest.mark.timeout(200)]
 
@@ -225,12 +226,14 @@ def test_without_another_controller_everything_ends_after_the_grace(model, tmp_p
     conf = config(SFT, tmp_path / "run", *BASE, f"model.path={model}", "layout.replicas=2", "recovery.controller_grace_s=1.5")
     assert end(start(conf, while_the_ranks_compute)) == -signal.SIGKILL
     died = time.monotonic()
+    assert "2 of its ranks live and wait" in status(conf.run_dir).cause
     who = {e.pid: e.who for e in read_events(Path(conf.run_dir) / "events") if e.who != "lead"}
     assert {"w0", "w1"} <= set(who.values()) and gone(set(who), within_s=10) and time.monotonic() - died > 0.5, "their agent too"
     told = read_events(Path(conf.run_dir) / "events")
     if any(e.who == "lead" and e.event == "agent" and e["state"] == "up" for e in told):  # on a busy machine it may come too late to be told of them
         ended = {e["worker"] for e in told if e.who.startswith("agent-") and e.event == "rank_end"}
         assert ended == {"w0", "w1"}, "it watched on, and wrote down their ends"
+    assert status(conf.run_dir).cause.endswith("; continue with resume=auto")
     said = [e for e in read_events(Path(conf.run_dir) / "events") if e.event == "error"]
     assert len(said) == 2 and all("recovery.controller_grace_s" in e["message"] for e in said)
     with pytest.raises(NotEnoughReplicas, match="no living replica holds step 3"):

@@ -222,6 +222,18 @@ def test_without_ray_whatever_dies_in_a_repair(case, model, tmp_path):
     prove(case, model, tmp_path, "lighthouse", steps=120)
 
 
+@pytest.mark.parametrize(("phase", "shape"), [("reduce", ""), *(pytest.param(phase, shape, marks=pytest.mark.full) for phase, shape in (("vote", ""), ("reduce", "tp2"), ("compute", "tp2")))])
+def test_who_hangs_in_the_first_step_of_its_life_is_found_before_the_others_give_up_waiting(phase, shape, model, tmp_path):
+    """Nobody is warm yet: it has recovery.step_timeout_s, and they wait for it in collectives meanwhile."""
+    run = finish(config(
+        SFT, tmp_path / "run", *BASE, *SHAPES[shape], path_of(model, shape), "layout.replicas=2", "layout.spares=1", "sft.steps=6", "recovery.step_timeout_s=6",
+        "recovery.heal_timeout_s=5", "recovery.progress_timeout_s=2", f"faults=[{{step: 1, phase: {phase}, kind: hang, replica: 1}}]"), clean=True, host=ForkedHost)
+    assert_invariants(run, steps=6)
+    (death,) = run.kind("death")
+    assert death["replica"] == 1 and death["cause"].startswith("no progress: step 1, ")
+    assert by_position(run, 2) == undisturbed(model, shape, "sft.steps=6")
+
+
 @pytest.mark.full
 def test_a_spare_rehearses_and_is_as_good_as_one_that_did_not(model, tmp_path):
     """In a layout that a spare alone does not have (tensor and sequence parallel)."""

@@ -189,7 +189,7 @@ class Worker:
         size = len(formation.workers)
         os.environ.update(RANK=str(formation.rank), WORLD_SIZE=str(size), EVERSTEP_REPLICA=str(formation.replica), EVERSTEP_EPOCH=str(self.control.epoch))
         page.place(formation.replica, formation.rank)
-        timeout = timedelta(seconds=self.config.recovery.step_timeout_s)
+        timeout = timedelta(seconds=self.config.recovery.others_timeout_s)
         if not dist.is_initialized():  # torchrun's world is made by the launcher
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
@@ -225,7 +225,7 @@ class Worker:
             name, replicas, replica, rank, self.store.open(), self.device, recovery.link_timeout_s
         )
         self._links = Links(build, recovery.link_timeout_s)
-        world = ReplicaWorld(str(replica), size, recovery.step_timeout_s, self._is_broken)
+        world = ReplicaWorld(str(replica), size, recovery.others_timeout_s, self._is_broken)
         healing = Healing(replica, rank, self.store.as_store, control.local_host, self._state, recovery, self.events, control.wants_heal)
         self._transaction = Transaction(
             recovery, replica, formation.build, rank, self.worker_id, control, self._links, world, healing, self._state, self.events,

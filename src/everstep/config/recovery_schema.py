@@ -137,7 +137,8 @@ class RecoveryConfig(Section):
     step_timeout_s: float = Field(
         600.0,
         gt=0,
-        description="Deadline of one phase of a step (compute, reduce, vote, apply).",
+        description="Deadline of one phase of a step (compute, reduce, vote, apply); of what waits for other ranks in it, recovery.progress_timeout_s "
+        "more, so that the one that they wait for is found first.",
     )
     link_timeout_s: float = Field(60.0, gt=0, description="Deadline to form a link between replicas.")
     heal_timeout_s: float = Field(
@@ -163,3 +164,8 @@ class RecoveryConfig(Section):
         gt=0,
         description="Deadline to re-form a broken replica around a spare.",
     )
+
+    @property
+    def others_timeout_s(self) -> float:
+        """For what waits for other ranks in a step: longer than it takes to find, by ``step_timeout_s``, the one that they wait for."""
+        return self.step_timeout_s + self.progress_timeout_s

@@ -195,7 +195,7 @@ class Link:
                 raise LinkBroken(f"link {self.name} was overtaken by a newer view")
             if time.monotonic() > end:
                 raise DeadlineExceeded(
-                    f"link {self.name}: a reduce took longer than {timeout_s:g} s (recovery.step_timeout_s)"
+                    f"link {self.name}: a reduce took longer than {timeout_s:g} s (recovery.step_timeout_s and recovery.progress_timeout_s)"
                 )
             time.sleep(_POLL_S)
         if stop():

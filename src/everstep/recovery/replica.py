@@ -46,7 +46,7 @@ class ReplicaWorld:
                     raise ReplicaBroken(f"replica {self.label}: a rank is gone (while agreeing on {what})")
                 if time.monotonic() > end:
                     raise DeadlineExceeded(
-                        f"replica {self.label}: its ranks did not agree on {what} in {self._timeout_s:g} s (recovery.step_timeout_s)"
+                        f"replica {self.label}: its ranks did not agree on {what} in {self._timeout_s:g} s (recovery.step_timeout_s and recovery.progress_timeout_s)"
                     )
                 time.sleep(_POLL_S)
             work.wait()

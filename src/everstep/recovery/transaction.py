@@ -158,7 +158,7 @@ class Transaction:
         world: ReplicaWorld, healing: Healing, state: heal.State, events: EventLog, custody: Custody | None = None, held_s: float = 0.0,
     ):
         """``held_s``: for which the coordinator may decide nothing because there are too few replicas."""
-        self._decided_in_s = config.step_timeout_s + held_s
+        self._decided_in_s = config.others_timeout_s + held_s
         self._config, self._replica, self._build, self._rank, self._worker = config, replica, build, rank, worker
         self._heal: Heal | None = None  # the heal that I am in, or was in last
         self._join_failure = ""
@@ -281,7 +281,7 @@ class Transaction:
             self._healing.serve(view)  # in the background, while I compute
         if ledger.open(view.deal.number):
             work.restart()
-            ledger.may_send(view, lambda: self._links.beside(record, stale), stale, self._config.step_timeout_s)
+            ledger.may_send(view, lambda: self._links.beside(record, stale), stale, self._config.others_timeout_s)
             member = view.member(self._replica)
             mine = view.deal.share(member, work.slots) if member else ()
             mine = tuple(slot for slot in mine if slot not in view.quarantined)
@@ -344,7 +344,7 @@ class Transaction:
         try:
             link, built = self._links.use(record, stale)
             self._tell("link_used", work.step, record.view.epoch, link=link.name, built=built)
-            inventory = ledger.exchange(link, work.slots, stale, self._config.step_timeout_s)
+            inventory = ledger.exchange(link, work.slots, stale, self._config.others_timeout_s)
         except LedgersDiffer as error:
             broken = error
         except LinkBroken as error:
@@ -370,7 +370,7 @@ class Transaction:
         gradients: list[torch.Tensor] | None = None
         broken = "another rank of this replica left the attempt"
         try:
-            gradients = ledger.total(link, inventory, stale, self._config.step_timeout_s, issued, in_place=not self._config.enabled)
+            gradients = ledger.total(link, inventory, stale, self._config.others_timeout_s, issued, in_place=not self._config.enabled)
             self._tell("reduced", work.step, view.epoch)
         except LinkBroken as error:
             link.drop()

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from everstep.telemetry.events import to_json
+from everstep.telemetry.status import replace_file
 
 LOG = logging.getLogger(__name__)
 SIGNAL = signal.SIGUSR2
@@ -57,24 +58,18 @@ def answer(folder: str, worker: str) -> None:
 
     dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json", None)
     with contextlib.suppress(OSError):  # the folder is made by the lead, and gone with the run
-        _whole(Path(folder) / f"{worker}.stacks", _own_stacks().encode())
+        replace_file(Path(folder) / f"{worker}.stacks", _own_stacks())
         if dump is not None:
-            _whole(Path(folder) / f"{worker}.collectives.json", dump())
+            (Path(folder) / f"{worker}.collectives.json").write_bytes(dump())
 
 
 def _own_stacks() -> str:
-    """As ``faulthandler`` writes them, and with the threads' names."""
+    """As ``faulthandler`` writes them, and with the threads' names; those that Python did not start have none."""
     names, lines = {thread.ident: thread.name for thread in threading.enumerate()}, []
     for ident, frame in sys._current_frames().items():
         lines.append(f"Thread {ident:#x} {names.get(ident, '')} (most recent call first):")
         lines += [f'  File "{each.f_code.co_filename}", line {line} in {each.f_code.co_name}' for each, line in traceback.walk_stack(frame)]
     return "\n".join(lines) + "\n"
-
-
-def _whole(path: Path, content: bytes) -> None:
-    part = path.with_suffix(f"{path.suffix}.partial")
-    part.write_bytes(content)
-    part.rename(path)
 
 
 # -- in the lead -----------------------------------------------------------------------------------------------------------------------
@@ -107,26 +102,26 @@ class Diagnosis:
         try:
             folder = self._folder / f"step-{step:06d}-{worker}"
             folder.mkdir(parents=True, exist_ok=True)
-            asked = time.monotonic()
             for each in sorted(whereabouts, key=lambda w: w != worker):  # the one that will be killed first
                 self._order(each, {"type": "diagnose", "folder": str(folder)})
             summary = {"worker": worker, "cause": cause, "step": step, "t_wall": time.time(), "behind": behind(whereabouts), "ranks": whereabouts}
             (folder / "summary.json").write_text(to_json(summary))
             self._outside(folder, worker)
-            self._await_stacks(folder, worker, whereabouts, asked)
+            self._await_stacks(folder, worker, whereabouts)
             self._told(folder, worker)
         except OSError as error:
             LOG.warning("the diagnosis of %s could not be written: %s", worker, error)
 
-    def _await_stacks(self, folder: Path, worker: str, whereabouts: Mapping[str, Any], asked: float) -> None:
+    def _await_stacks(self, folder: Path, worker: str, whereabouts: Mapping[str, Any]) -> None:
         """Until each has written its stacks. Of the one that will be killed they are got in other ways, if need be."""
+        begun = time.monotonic()
         written = lambda each: (folder / f"{each}.stacks").exists()
-        _until(lambda: written(worker), asked + ANSWER_S)
+        _until(lambda: written(worker), begun + ANSWER_S)
         if not written(worker):
-            self._by_signal(folder, worker, asked + WAIT_S)
+            self._by_signal(folder, worker, begun + WAIT_S)
         if not written(worker) and (read := self._examine(worker, PY_SPY_S + 1.0, True).get("stacks")):
             (folder / f"{worker}.stacks").write_text(read)
-        _until(lambda: all(map(written, whereabouts)), asked + WAIT_S)
+        _until(lambda: all(map(written, whereabouts)), begun + WAIT_S)
 
     def _by_signal(self, folder: Path, worker: str, end: float) -> None:
         path = self._stacks(worker)

@@ -229,8 +229,8 @@ def _overlay(result: RunStatus, pulse: dict[str, Any] | None, lead: Event, now: 
     if (here and not pid_runs(lead.pid)) or (not here and ours and silent_s > 60 * PULSE_S):
         result.state, result.ended = "gone", result.updated
         waiting = sum(rank.state == "in" and rank.host == lead.host and pid_runs(rank.pid) for rank in result.ranks) if here else 0
-        orphans = f"{waiting} of its ranks live and wait for another one, for recovery.controller_grace_s: continue with --attach, or later with resume=auto"
-        result.cause = result.cause or f"the lead process ended without a word (killed?); {orphans if waiting else 'continue with resume=auto'}"
+        attach = f"{waiting} of its ranks live and wait for another one, for recovery.controller_grace_s: continue with --attach, or later " if waiting else "continue "
+        result.cause = result.cause or f"the lead process ended without a word (killed?); {attach}with resume=auto"
         result.dashboard, result.spares, result.engines = "", [], []
         for rank in result.ranks:
             rank.phase = "ended" if rank.state == "in" else rank.phase

@@ -20,7 +20,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from everstep.errors import ReplicaBroken
+from everstep.errors import ReplicaBroken, first_line
 from everstep.layout import Layout
 
 #: How long ``close_groups`` waits for the abort of NCCL communicators; they are left behind after that.
@@ -121,14 +121,10 @@ def abort_groups() -> None:
 def broken_replica(error: BaseException) -> ReplicaBroken | None:
     """``ReplicaBroken`` if ``error`` says that a collective failed because a peer is gone; None otherwise."""
     if isinstance(error, dist.DistError):
-        return ReplicaBroken(f"a collective inside the replica failed: {_first_line(error)}")
+        return ReplicaBroken(f"a collective inside the replica failed: {first_line(error)[:300]}")
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _BROKEN):
-        return ReplicaBroken(f"a collective inside the replica failed: {_first_line(error)}")
+        return ReplicaBroken(f"a collective inside the replica failed: {first_line(error)[:300]}")
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 def forget_frames(trace: TracebackType | None) -> None:

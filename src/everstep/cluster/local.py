@@ -130,7 +130,7 @@ def _longest_wait_s(config: Config) -> float:
     """That rank 0 may wait for the lighthouse or for other replicas, and the others for what it is told. Groups inside the replica have
     deadlines of their own."""
     recovery = config.recovery
-    return max(recovery.step_timeout_s, recovery.call_timeout_s, config.lighthouse.wait_s) + derive.held_s(config)
+    return max(recovery.others_timeout_s, recovery.call_timeout_s, config.lighthouse.wait_s) + derive.held_s(config)
 
 
 def enter(config: Config, clean: bool, watching: Watching) -> Entry:

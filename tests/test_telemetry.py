@@ -22,9 +22,9 @@ from everstep.errors import BadInput
 from everstep.telemetry import events as events_module
 from everstep.telemetry.console import Completion, Console, recovery_line
 from everstep.telemetry.docs import PAGES
-from everstep.telemetry.events import EventLog, read_events
+from everstep.telemetry.events import EventLog, of_kind, read_events
 from everstep.telemetry.metrics import METRICS, Metrics, check_name, read_metrics
-from everstep.telemetry.recoveries import Recovery, account, recoveries
+from everstep.telemetry.recoveries import Recovery, account, recoveries, survivor_inside
 from everstep.telemetry.report import describe, marks, reward_curve, summary_table
 from everstep.telemetry.trackers import TensorBoard
 
@@ -64,7 +64,7 @@ class Story:
         fields = {"kind": kind, "members": members, "samples": samples, "divisor": 8.0, "deal": self.epoch, "dealt": members} | more
         self.lead.emit("commit", step=step, epoch=self.epoch, **fields)
         for replica in members:
-            self.ranks[replica].emit(kind, step=step, epoch=self.epoch, replica=replica, rank=0)
+            self.ranks[replica].emit(kind, step=step, epoch=self.epoch, replica=replica, rank=0, seconds=0.0)
 
     def step(self, step: int, members: tuple[int, ...] = (0, 1), **more: object) -> None:
         self.begin(step)
@@ -204,7 +204,7 @@ def test_the_account_finds_every_defect(story: Story, defect: str) -> None:
     if defect == "doubled":
         story.commit(2, [0, 1])
     if defect == "applied twice":
-        story.ranks[1].emit("apply", step=2, epoch=1, replica=1, rank=0)
+        story.ranks[1].emit("apply", step=2, epoch=1, replica=1, rank=0, seconds=0.0)
     if defect == "sample lost":
         story.begin(3)
         story.commit(3, [0, 1], samples=["0/8", "0/9", "0/10"])
@@ -472,3 +472,20 @@ def test_threads_may_print_together() -> None:
     for thread in threads:
         thread.join()
     assert out.getvalue() == ("x" * 50 + "\n") * 200
+
+
+@pytest.mark.parametrize(("fault_s", "inside"), [(0.5, False), (1.5, True), (2.5, True)])
+def test_a_survivor_is_inside_apply_from_when_it_begins_to(tmp_path, monkeypatch, fault_s, inside) -> None:
+    """Its event is written when all is applied, and says for how long that went on; nothing is told of how long it stays."""
+    story = Story(tmp_path, monkeypatch)
+    story.start()
+    began = story.now
+    for after_s, tell in sorted([
+        (fault_s, lambda: story.lead.emit("fault", step=1, replica=1, rank=0, kind="kill", phase="apply", done="SIGKILL", found="step 1, apply")),
+        (2.0, lambda: story.ranks[0].emit("apply", step=1, epoch=1, replica=0, rank=0, seconds=1.0)),
+    ], key=lambda one: one[0]):
+        story.now = began + after_s
+        tell()
+    events = read_events(tmp_path)
+    (fault,) = of_kind(events, "fault")
+    assert survivor_inside(events, fault) == inside

@@ -409,8 +409,9 @@ class Transaction:
     def _change_state(self, work: Work, outcome: Outcome, total: Total) -> None:
         if outcome is Outcome.APPLY:
             self._state.version = None  # dirty until every tensor is written
+            begun = time.monotonic()
             work.apply(total)
-            self._tell("apply", work.step, total.epoch, divisor=total.divisor)
+            self._tell("apply", work.step, total.epoch, divisor=total.divisor, seconds=time.monotonic() - begun)
         else:
             work.skip()
             self._tell("skip", work.step, total.epoch)

@@ -125,7 +125,7 @@ EVENTS: dict[str, EventKind] = {
         step=True,
         epoch=True,
     ),
-    "apply": _kind("rank", "The optimizer applied the committed total.", "replica rank", step=True, epoch=True),
+    "apply": _kind("rank", "The optimizer applied the committed total, in so many `seconds`.", "replica rank seconds", step=True, epoch=True),
     "skip": _kind("rank", "The rank passed over a commit of kind skip.", "replica rank", step=True, epoch=True),
     "drop": _kind("lead", "Samples that will never be used, and why.", "samples reason"),
     "reward_failed": _kind("both", "Reward functions failed for these samples; `action`: reward.on_error.", "samples reasons action"),

@@ -128,7 +128,8 @@ _SPANS: dict[str, tuple[str, str | None]] = {
 def survivor_inside(events: Sequence[Event], fault: Event) -> bool:
     """Whether a rank of another replica was inside the fault's phase of that step when the fault happened, by its own events.
 
-    Inside reduce means: the collectives that sum the gradients were issued and not complete.
+    Inside reduce means: the collectives that sum the gradients were issued and not complete. An apply event is written when all is
+    applied, and says for how long that went on.
     """
     begun, left = _SPANS[fault["phase"]]
     salvage: bool | None = fault["phase"] == "salvage" if begun == "compute" else None  # both are told by the same events
@@ -138,7 +139,8 @@ def survivor_inside(events: Sequence[Event], fault: Event) -> bool:
     ]
     for start in of_kind(others, begun):
         end = next((e for e in others if e.event == left and e.who == start.who and e.epoch == start.epoch), None)
-        if seconds_between(start, fault) > 0 and (end is None or seconds_between(fault, end) > 0):
+        lasted = start["seconds"] if begun == "apply" else 0.0
+        if seconds_between(start, fault) + lasted > 0 and (end is None or seconds_between(fault, end) > 0):
             return True
     return False
 

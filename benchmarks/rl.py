@@ -411,6 +411,16 @@ def prepare(folder: Path, shape: str, options: argparse.Namespace, device: str) 
     return settings
 
 
+@contextlib.contextmanager
+def folder_of(keep: Path | None, shape: str) -> Iterator[Path]:
+    if keep:
+        (keep / shape).mkdir(parents=True, exist_ok=True)
+        yield (keep / shape).absolute()
+        return
+    with tempfile.TemporaryDirectory(prefix="everstep-rl-") as folder:
+        yield Path(folder)
+
+
 def table(shape: str, rows: dict[str, Any]) -> str:
     best = max((row["samples_per_s"] for kind, row in rows.items() if kind.startswith("trl") and "problem" not in row), default=None)
     lines = [f"{shape:18} {'samples/s':>10} {'x TRL':>6} {'seconds':>8} {'generate':>9} {'reward':>7} {'train':>7} {'other':>6} {'tokens/sample':>14} {'sync GB/s':>10}"]
@@ -441,6 +451,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kill-every", type=float, default=0.0, help="seconds between kills of an engine; then only the first contender runs")
     parser.add_argument("--seconds", type=float, default=120.0, help="with --kill-every: how long without and how long with kills")
     parser.add_argument("--quick", action="store_true", help="a tiny model, few short samples")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for the run folders and logs of the contenders, which otherwise go at the end")
     parser.add_argument("--out", type=Path, default=Path("build/rl.json"))
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--settings", type=Path, help=argparse.SUPPRESS)
@@ -456,11 +467,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[str, Any] = {"about": circumstances("rl", arguments, ("trl", "vllm")),
-                             "settings": {k: v for k, v in vars(options).items() if k not in ("out", "contender", "settings")}, "limits": link_limits(device)}
+                             "settings": {k: v for k, v in vars(options).items() if k not in ("out", "keep", "contender", "settings")}, "limits": link_limits(device)}
     problems = False
     for shape in options.shape:
-        with tempfile.TemporaryDirectory(prefix="everstep-rl-") as folder:
-            s = prepare(Path(folder), shape, options, device)
+        with folder_of(options.keep, shape) as folder:
+            s = prepare(folder, shape, options, device)
             if options.kill_every:
                 found[shape] = row = with_kills(options.contenders[0], s, options.seconds, options.kill_every, options.warm)
                 print(f"{shape}, {row['kind']}: {row['samples_per_s']:.2f} samples/s, with {row['kills']} engines killed, one every {row['every_s']:g} s, "

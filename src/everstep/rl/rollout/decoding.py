@@ -47,9 +47,9 @@ class Decoder:
         self._eos = torch.tensor(sorted(eos), device=device)
         self._waiting: list[Pending] = []
         self._rows: list[Pending] = []
-        # Of the running rows: logits of the next token (B, V), streams of noise (B,).
+        # Of the running rows: logits of the next token (B, V), its number in the completion (B,), streams of noise (B,).
         self._logits = torch.zeros(0, 0, device=device)
-        self._keys = torch.zeros(0, dtype=torch.int64, device=device)
+        self._numbers = self._keys = torch.zeros(0, dtype=torch.int64, device=device)
         self._sampling = Sampling()
 
     def __len__(self) -> int:
@@ -90,14 +90,17 @@ class Decoder:
     # -- parts ---------------------------------------------------------------------------------------------------------------
 
     def _one_token(self, gained: dict[str, Response]) -> set[str]:
+        """The device is given the pass over the token that was drawn before the host looks at what that is: they work side by side. Rows that
+        turn out to be complete have gone through it for nothing."""
         limit = self._sampling.max_response_tokens
-        steps = torch.tensor([len(s.made.tokens) for s in self._rows], device=self._device)
-        token, logprob = draw(self._logits, self._sampling, self._keys, steps)
-        ended = torch.isin(token, self._eos)
+        token, logprob = draw(self._logits, self._sampling, self._keys, self._numbers)
+        drawn = _OnItsWay(token, logprob, torch.isin(token, self._eos))
+        if any(len(s.made.tokens) + 1 < limit for s in self._rows):
+            self._logits = self._slots.advance(token)
+        self._numbers = self._numbers + 1
         version, leave = self._version(), list[int]()
-        drawn = zip(self._rows, token.tolist(), logprob.tolist(), ended.tolist(), strict=True)
-        for row, (sequence, t, p, end) in enumerate(drawn):
-            piece = Response([t], [p], [version], finished=end)
+        for row, (sequence, (t, p, end)) in enumerate(zip(self._rows, drawn.rows(), strict=True)):
+            piece = Response([int(t)], [p], [version], finished=bool(end))
             gained.setdefault(sequence.sample_id, Response()).extend(piece)
             sequence.made.extend(piece)
             if end or len(sequence.made.tokens) >= limit:
@@ -105,9 +108,7 @@ class Decoder:
                 sequence.made.text = gained[sequence.sample_id].text = self._text(sequence.made.tokens)
         done = {self._rows[row].sample_id for row in leave}
         if leave:
-            token = token[self._leave(leave)]
-        if self._rows:
-            self._logits = self._slots.advance(token)
+            self._leave(leave)
         return done
 
     def _enter(self) -> None:
@@ -122,12 +123,34 @@ class Decoder:
         keys = sample_keys(self._sampling.seed, [s.sample_id for s in entering]).to(self._device)
         self._logits = torch.cat([self._logits, logits]) if self._rows else logits
         self._keys = torch.cat([self._keys, keys])
+        self._numbers = torch.cat([self._numbers, torch.tensor([len(s.made.tokens) for s in entering], device=self._device)])
         self._rows = self._rows + entering
 
-    def _leave(self, rows: Sequence[int]) -> Tensor:
-        """These rows are free. Returns where those that stay were before, (B,)."""
+    def _leave(self, rows: Sequence[int]) -> None:
+        """These rows are free."""
         order = self._slots.remove(rows)
         self._rows = [self._rows[row] for row in order]
         index = torch.tensor(order, dtype=torch.int64, device=self._device)
-        self._logits, self._keys = self._logits[index], self._keys[index]
-        return index
+        self._logits, self._keys, self._numbers = self._logits[index], self._keys[index], self._numbers[index]
+
+
+class _OnItsWay:
+    """Vectors of equal length that are copied to the host while the device does what it is given next. float64 holds tokens and float32
+    exactly."""
+
+    def __init__(self, *vectors: Tensor):
+        there = torch.stack([vector.double() for vector in vectors], dim=1)
+        self._copied: torch.cuda.Event | None = None
+        self._here = there
+        if there.is_cuda:
+            self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+            self._here.copy_(there, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def rows(self) -> list[list[float]]:
+        """Waits for the copy."""
+        if self._copied:
+            self._copied.synchronize()
+        rows: list[list[float]] = self._here.tolist()
+        return rows

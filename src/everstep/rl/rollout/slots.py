@@ -6,10 +6,12 @@
     slots.remove([0, 5])                       these rows are free; the last ones move into their places
 
 A row holds a sequence from column 0 on, whatever the length of its neighbours: nothing is padded on the left, and nothing is copied for a
-new token but the token. Free rows and the columns behind a sequence's end hold what was there before, which the mask hides.
+new token but the token. Free rows and the columns behind a sequence's end hold what was there before, which the mask hides. Attention to
+a row's one new token reads its keys and values once for all query heads that share them (:func:`grouped_attention`).
 
 On a GPU the forward pass of a token is a captured CUDA graph for each pair of (rows, columns), both rounded up: a small model's kernels take
-less time than Python takes to launch them (37 ms a token for the 30 layers of SmolLM2 on an H200, however few the rows).
+less time than Python takes to launch them (37 ms a token for the 30 layers of SmolLM2 on an H200, however few the rows). ``advance`` waits
+for nothing on the device, unless buffers grow: what follows on the host goes on beside it.
 
 Legend: B running rows, C columns that the buffers have, H key/value heads, D head size, V vocabulary.
 """
@@ -24,7 +26,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from everstep.errors import first_line
 from everstep.rl.rollout.served import expert_count
@@ -40,12 +45,37 @@ _WARM_UP = 2
 #: A captured pass runs the same kernels: its logits may differ by this share of the largest.
 _TOLERANCE = 0.01
 
+_GROUPED = "everstep_grouped"
+
+
+def grouped_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **more: Any
+) -> tuple[Tensor, None]:
+    """``query`` (B, Q, T, D) to ``key``, ``value`` (B, H, C, D), as transformers calls it; (B, T, Q, D).
+
+    With one token (T = 1), the Q / H query heads of a key/value head are taken for as many tokens: PyTorch's attention, given a mask, would
+    otherwise be given a copy of keys and values for each of them.
+    """
+    heads, tokens = query.shape[1:3]
+    if tokens > 1 or heads == key.shape[1] or attention_mask is None or attention_mask.shape[1] > 1:
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **more)
+        return out, None
+    grouped = query.reshape(len(query), key.shape[1], -1, query.shape[3])
+    out = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+    return out.reshape(len(query), 1, heads, -1), None
+
+
+AttentionInterface.register(_GROUPED, grouped_attention)
+AttentionMaskInterface.register(_GROUPED, sdpa_mask)
+
 
 class Slots:
     """``pad``: a token for where no sequence is. ``graphs``: capture CUDA graphs, on a GPU. Not thread-safe."""
 
     def __init__(self, model: Any, device: torch.device, pad: int, graphs: bool = True):
         self._model, self._device, self._pad = model, device, pad
+        if model.config._attn_implementation == "sdpa":  # else it has attention of another kind
+            model.set_attn_implementation(_GROUPED)
         # `past_key_values` until transformers 5.23, which still knows it but warns.
         self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         # Experts are called by what the router says, on the host.
@@ -54,7 +84,8 @@ class Slots:
         self._size = self._capacity = self._longest = 0  # rows and columns of the buffers; the most columns that can be needed
         self._layers: list[tuple[Tensor, Tensor]] = []
         self._view = (0, 0)  # rows and columns that the pass under way is over
-        self._rows = self._columns = self._tokens = self._positions = torch.zeros(0)
+        # Of all rows: their numbers, what goes in next, and into which column; of all columns: their numbers.
+        self._rows = self._tokens = self._positions = self._columns = torch.zeros(0, dtype=torch.int64)
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -74,6 +105,7 @@ class Slots:
         self._longest = max(self._longest, longest)
         self._layers = self._layers or [(layer.keys[:0, :, :0], layer.values[:0, :, :0]) for layer in cache.layers]
         self._reserve()
+        self._positions[first : len(self)] = torch.tensor(self._lengths[first:], device=self._device)
         rows = torch.tensor([different[s] for s in sequences], device=self._device)
         padding = torch.tensor([width - len(s) for s in sequences], device=self._device).unsqueeze(1)
         columns = (torch.arange(width, device=self._device) + padding).clamp(max=width - 1)
@@ -87,14 +119,16 @@ class Slots:
         rows = len(self)
         self._reserve()
         self._tokens[:rows, 0] = tokens
-        self._positions[:rows] = torch.tensor(self._lengths, device=self._device)
         self._lengths = [length + 1 for length in self._lengths]
         if self._graphs is None:
-            return self._pass(rows, max(self._lengths))
-        # Rows that are free write into their own first column, which nobody reads before it is written anew.
-        padded = _power_of_two(rows)
-        self._positions[rows:padded] = 0
-        return self._graphs.run(padded, lambda: self._pass(padded, self._capacity))[:rows]
+            logits = self._pass(rows, max(self._lengths))
+        else:
+            # Rows that are free write into their own first column, which nobody reads before it is written anew.
+            padded = _power_of_two(rows)
+            self._positions[rows:padded] = 0
+            logits = self._graphs.run(padded, lambda: self._pass(padded, self._capacity))[:rows]
+        self._positions[:rows] += 1
+        return logits
 
     def remove(self, rows: Sequence[int]) -> list[int]:
         """These rows are done. Returns where each row that stays was before, in the order in which they are now."""
@@ -108,6 +142,7 @@ class Slots:
             for layer in self._layers:
                 for held in layer:
                     held[target, :, :longest] = held[source, :, :longest]
+            self._positions[target] = self._positions[source]
         for hole, mover in zip(holes, movers, strict=True):
             order[hole] = mover
         self._lengths = [self._lengths[row] for row in order[:stay]]
@@ -136,8 +171,9 @@ class Slots:
     def _pass(self, rows: int, columns: int) -> Tensor:
         self._view = rows, columns
         positions = self._positions[:rows].unsqueeze(1)
-        mask = (self._columns[:columns] <= positions)[:, None, None]
-        return self._forward(self._tokens[:rows], mask, positions, self)
+        hidden = self._columns[:columns] > positions
+        mask = torch.zeros(rows, columns, dtype=self._model.dtype, device=self._device).masked_fill_(hidden, float("-inf"))
+        return self._forward(self._tokens[:rows], mask[:, None, None], positions, self)
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
         held = {self._cache_argument: cache}
@@ -148,6 +184,7 @@ class Slots:
     def _free(self) -> None:
         self._size = self._capacity = self._longest = 0
         self._layers = []
+        self._positions = self._positions[:0]
         if self._graphs:
             self._graphs.clear()
 
@@ -158,7 +195,8 @@ class Slots:
             self._size = _power_of_two(rows)
             self._rows = torch.arange(self._size, device=self._device)
             self._tokens = torch.zeros(self._size, 1, dtype=torch.int64, device=self._device)
-            self._positions = torch.zeros(self._size, dtype=torch.int64, device=self._device)
+            positions, self._positions = self._positions, torch.zeros(self._size, dtype=torch.int64, device=self._device)
+            self._positions[: len(positions)] = positions
             self._grow(max(columns, self._capacity))
         elif columns > self._capacity:
             self._grow(columns)

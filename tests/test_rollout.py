@@ -224,3 +224,31 @@ def test_experts_come_one_by_one(family, tokenizer):
     lost = next(name for name in weights if ".experts.3." in name)
     with pytest.raises(WorkerFailed, match=rf"1 weights did not come, among them .*{lost}"):
         made.load_weights(((name, weight) for name, weight in weights.items() if name != lost), version=2)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_an_engine_that_sleeps_serves_nothing_until_it_has_weights_again(model, tokenizer, data, adapted) -> None:
+    rollout, module = TransformersRollout(model.config, tokenizer), "model.layers.0.self_attn.q_proj"
+    out, into = model.state_dict()[f"{module}.weight"].shape
+    adapter = [(f"{module}.lora_A.weight", torch.ones(2, into)), (f"{module}.lora_B.weight", torch.ones(out, 2))]
+
+    def bring(version: int, first: bool = False) -> None:
+        if first or not adapted:
+            rollout.load_weights(model.state_dict().items(), None if adapted else version)
+        if adapted:
+            rollout.load_adapter(adapter, 0.5, version)
+
+    rollout.sleep()
+    bring(1, first=True)
+    before = by_id(rollout.generate(samples(data), SAMPLING))
+    rollout.sleep()
+    assert adapted or not any(p.numel() for p in rollout.model.parameters()), "what comes anew takes no memory"
+    with pytest.raises(WorkerFailed, match="before it was given weights"):
+        rollout.generate(samples(data), SAMPLING)
+    with pytest.raises(WorkerFailed, match="no weight called|do not fit|without the other|is missing|does not fit"):
+        rollout.load_adapter(adapter[:1], 0.5, 2) if adapted else rollout.load_weights([("x", torch.ones(1))], 2)
+    rollout.sleep()  # half awake
+    rollout.sleep()
+    bring(3)
+    after = rollout.generate(samples(data), SAMPLING)
+    assert by_id(after) == before and after.weight_versions == [3] * len(after)

@@ -10,6 +10,7 @@ from tests.support.models import tiny_config
 from transformers import AutoModelForCausalLM
 
 from everstep.rl.rollout import Sampling
+from everstep.rl.rollout import slots as slots_module
 from everstep.rl.rollout.decoding import Decoder, Pending
 from everstep.rl.rollout.slots import _COLUMNS, Slots, _Captured, _Graphs
 
@@ -46,6 +47,12 @@ def walk(slots: Slots, model, device: torch.device, moves: int, seed: int) -> in
             compared += check(slots.advance(torch.tensor(tokens, device=device)), running)
         assert len(slots) == len(running)
     return compared
+
+
+@pytest.fixture(autouse=True)
+def few_columns(monkeypatch) -> None:
+    """So that buffers grow while tests run."""
+    monkeypatch.setattr(slots_module, "_FEWEST", _COLUMNS)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])

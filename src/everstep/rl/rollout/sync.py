@@ -7,8 +7,9 @@
 The connections are those of a heal (:mod:`everstep.recovery.heal`). An engine that is gone is left out, the others go on; if the source
 is gone, engines have no version and get everything again from somebody else. Nothing is served by half of either.
 
-Where both have a GPU on one machine, an engine is shown each weight in the source's device memory (CUDA's inter-process handles) and copies it
-to its own, with a digest made on the device in the place of a checksum; the bytes go through host memory where that is not so, or does not work.
+Where both have a GPU on one machine, an engine is shown a bucket of weights in the source's device memory (CUDA's inter-process handles) and
+copies them to its own, with a digest made on the device in the place of a checksum; the bytes go through host memory, one weight after the other,
+where that is not so, or does not work.
 
 With LoRA an engine gets the frozen weights once (``kind="base"``), and from then on adapters only.
 """
@@ -35,6 +36,7 @@ from everstep.recovery.heal import HealStream, on_host, receive_checked, receive
 
 LOG = logging.getLogger(__name__)
 Kind = Literal["full", "base", "adapter"]
+_BUCKET_BYTES = 256 << 20  # shown together: each bucket costs both sides a wait for the device, and an answer
 _TAKEN, _CANNOT = bytearray(b"\1"), bytearray(b"\0")
 _ARGUMENTS = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
 _OF_BYTES = frozenset({"storage_handle", "ref_counter_handle", "event_handle"})  # what CUDA calls its memory, counter and event by
@@ -73,26 +75,38 @@ def send(streams: Mapping[str, HealStream], weights: Iterable[tuple[str, Tensor]
                 del ends[name]
 
     each(streams, _greet, version)
-    for name, tensor in weights:  # to the end, also if nobody listens any more: it is a collective
-        count += 1
-        if not ends:
-            continue
-        whole = tensor.detach().contiguous()
-        nbytes += whole.nbytes
-        about = {"name": name, "shape": list(whole.shape), "dtype": _name_of(whole.dtype)}
-        shown = [engine for engine, end in ends.items() if end.direct and whole.is_cuda]
+    for bucket in _buckets(weights):  # to the end, also if nobody listens any more: it is a collective
+        count += len(bucket)
+        nbytes += sum(whole.nbytes for _, whole in bucket) if ends else 0
+        about = [{"name": name, "shape": list(whole.shape), "dtype": _name_of(whole.dtype)} for name, whole in bucket]
+        shown = [engine for engine, end in ends.items() if end.direct and all(whole.is_cuda for _, whole in bucket)]
         if shown:
-            each(shown, _End.say, version, _text(about | _handle(whole)))
+            handles = [what | {"handle": _handle(whole)} for what, (_, whole) in zip(about, bucket, strict=True)]
+            each(shown, _End.say, version, _text({"shown": handles, "digest": digest_of(whole for _, whole in bucket)}))
             each(shown, _End.taken)
-        told = [engine for engine in ends if engine not in shown]
-        each(told, _End.say, version, _text(about))
-        by_bytes = told + [engine for engine in shown if engine in ends and not ends[engine].direct]
-        for chunk in on_host({name: whole}) if by_bytes else ():
-            each(by_bytes, _End.say, version, chunk)
+        by_bytes = [engine for engine, end in ends.items() if engine not in shown or not end.direct]
+        for what, (name, whole) in zip(about, bucket, strict=True):
+            each(by_bytes, _End.say, version, _text(what))
+            for chunk in on_host({name: whole}) if by_bytes else ():
+                each(by_bytes, _End.say, version, chunk)
     each(streams, _End.say, version, _text({"count": count}))
     if torch.cuda.is_available():
         torch.cuda.ipc_collect()  # what engines that died had not given back
     return nbytes, failed
+
+
+def _buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """All of ``weights`` in their order, each contiguous; in device memory several at a time, elsewhere one."""
+    bucket: list[tuple[str, Tensor]] = []
+    nbytes = 0
+    for name, tensor in weights:
+        bucket.append((name, tensor.detach().contiguous()))
+        nbytes += tensor.nbytes
+        if not tensor.is_cuda or nbytes >= _BUCKET_BYTES:
+            yield bucket
+            bucket, nbytes = [], 0
+    if bucket:
+        yield bucket
 
 
 def receive(stream: HealStream, version: int, device: torch.device | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -107,16 +121,18 @@ def receive(stream: HealStream, version: int, device: torch.device | None = None
             if said["count"] != count:
                 raise LinkBroken(f"{count} weights came where {said['count']} were sent")
             return
-        tensor: Tensor | None = None
-        if "handle" in said:
+        if "shown" in said:
             assert device is not None
-            tensor = _copied(said, device)
-            stream.send(memoryview(_CANNOT if tensor is None else _TAKEN))
-        if tensor is None:
-            tensor = torch.empty(said["shape"], dtype=getattr(torch, said["dtype"]), device="cpu")
-            for chunk in on_host({said["name"]: tensor}):
-                size, digest = receive_mark(stream, version)
-                receive_checked(stream, [chunk], size, digest)
+            copies = _copied(said, device)
+            stream.send(memoryview(_CANNOT if copies is None else _TAKEN))
+            for what, copy in zip(said["shown"], copies or (), strict=False):  # those that cannot be copied come again, as bytes
+                yield what["name"], copy
+                count += 1
+            continue
+        tensor = torch.empty(said["shape"], dtype=getattr(torch, said["dtype"]), device="cpu")
+        for chunk in on_host({said["name"]: tensor}):
+            size, digest = receive_mark(stream, version)
+            receive_checked(stream, [chunk], size, digest)
         yield said["name"], tensor
         count += 1
 
@@ -138,9 +154,9 @@ def _greet(end: _End, version: int) -> None:
 
 
 def _handle(whole: Tensor) -> dict[str, Any]:
-    """What another process of this machine needs to read a tensor in our device's memory, and to see that it got it right."""
-    _, arguments = reductions.reduce_tensor(whole.detach())
-    return {"handle": plain(arguments), "digest": digest_of([whole])}
+    """What another process of this machine needs to read a tensor in our device's memory."""
+    _, arguments = reductions.reduce_tensor(whole)
+    return plain(arguments)
 
 
 def plain(arguments: Sequence[Any]) -> dict[str, Any]:
@@ -155,16 +171,21 @@ def rebuilding(said: Mapping[str, Any], dtype: torch.dtype, device: int) -> dict
     return fixed | {name: bytes.fromhex(said[name]) for name in _OF_BYTES} | {name: said[name] for name in _OF_NUMBERS}
 
 
-def _copied(said: Mapping[str, Any], device: torch.device) -> Tensor | None:
-    """A copy, on our device, of a tensor in the source's device memory; None if it cannot be reached. LinkBroken if it is another."""
+def _copied(said: Mapping[str, Any], device: torch.device) -> list[Tensor] | None:
+    """Copies, on our device, of the tensors of a bucket in the source's device memory; None if they cannot be reached. LinkBroken if they are
+    others."""
+    copies: list[Tensor] = []
     try:
-        copy = reductions.rebuild_cuda_tensor(**rebuilding(said["handle"], getattr(torch, said["dtype"]), device.index or 0)).clone()
+        for what in said["shown"]:
+            arguments = rebuilding(what["handle"], getattr(torch, what["dtype"]), device.index or 0)
+            copies.append(reductions.rebuild_cuda_tensor(**arguments).clone())
     except RuntimeError as error:
         LOG.warning("weights come through host memory: the source's device memory cannot be reached (%s)", first_line(error))
         return None
-    if list(copy.shape) != said["shape"] or digest_of([copy]) != said["digest"]:
-        raise LinkBroken(f"weight {said['name']} arrived damaged: its digest is wrong")
-    return copy
+    if any(list(copy.shape) != what["shape"] for copy, what in zip(copies, said["shown"], strict=True)) or digest_of(copies) != said["digest"]:
+        names = [what["name"] for what in said["shown"]]
+        raise LinkBroken(f"weights {names[0]} to {names[-1]} arrived damaged: their digest is wrong")
+    return copies
 
 
 def _machine() -> str:

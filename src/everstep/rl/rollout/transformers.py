@@ -38,6 +38,8 @@ class TransformersRollout(Served):
         self.tokenizer, self.device, self._graphs = tokenizer, torch.device(device), graphs
         self._slots = weakref.WeakSet[Slots]()  # of the decoders that there are
         self._frozen: dict[str, Tensor] = {}  # with adapters: the weights of the adapted modules without them
+        self._adapted = False  # whether there will be any
+        self._shapes: list[torch.Size] = []  # of the parameters, while they have no memory
         # The initial weights are overwritten; drawing them must not move the process's random state.
         cuda = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda), self.device:
@@ -55,9 +57,9 @@ class TransformersRollout(Served):
         All must come, each in its full shape (a tied output layer may be left out). WorkerFailed otherwise; the model
         then serves nothing until a complete set has come.
         """
-        self.version = None
+        self.version, self._adapted = None, version is None
         self._frozen.clear()
-        self.model.to(self.device)
+        self._wake()
         parameters = weights_of(self.model)
         for name, tensor in checked(weights, {name: (p.shape, p.data_ptr()) for name, p in parameters.items()}):  # tied names share their memory
             parameters[name].copy_(tensor)
@@ -71,7 +73,7 @@ class TransformersRollout(Served):
         without the other, or fits no weight; the model then serves nothing.
         """
         self.version = None
-        self.model.to(self.device)
+        self._wake()
         parameters = {name.removesuffix(".weight"): p for name, p in self.model.named_parameters()}
         for module, target, a, b in adapters(dict(adapter), parameters):
             frozen = self._frozen.setdefault(module, target.clone()).to(self.device)
@@ -80,14 +82,26 @@ class TransformersRollout(Served):
         self.version = version
 
     def sleep(self) -> None:
-        """To host memory. See :class:`everstep.rl.rollout.engine.RolloutEngine`."""
+        """Weights that will come anew have no memory meanwhile; frozen ones go to the host's. See
+        :class:`everstep.rl.rollout.engine.RolloutEngine`."""
         self.version = None
         for slots in self._slots:
             slots.release()
-        self.model.to("cpu")
-        self._frozen = {module: frozen.cpu() for module, frozen in self._frozen.items()}
+        if self._adapted:
+            self.model.to("cpu")
+            self._frozen = {module: frozen.cpu() for module, frozen in self._frozen.items()}
+        elif not self._shapes:
+            self._shapes = [parameter.shape for parameter in self.model.parameters()]
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.new_empty(0)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # for the process that shares the device
+
+    def _wake(self) -> None:
+        for parameter, shape in zip(self.model.parameters(), self._shapes, strict=False):  # none, if they never slept
+            parameter.data = parameter.data.new_empty(shape)
+        self._shapes = []
+        self.model.to(self.device)
 
     def decoder(self) -> Decoder:
         """For sequences that come and go. WorkerFailed, when asked for a token, before there are weights."""

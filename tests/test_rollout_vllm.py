@@ -378,7 +378,8 @@ def test_a_run_with_the_real_vllm_on_the_ranks_device_and_a_kill(shaped, tmp_pat
     """One GPU: a rank and an engine that take turns; the engine is killed while it generates."""
     more = [f"model.path={shaped}", "model.init=random", "model.dtype=bfloat16", "device=cuda", "layout.replicas=1", "recovery.min_replicas=1",
             "rollout.engines=1", "rollout.colocated=true", "rollout.gpu_memory_fraction=0.3", "rollout.call_timeout_s=60", "ray.start_timeout_s=240",
-            "engine.offload.optimizer=true", "engine.offload.gradients=true", "recovery.silence_s=30", f"lora.rank={lora}"]
+            "engine.offload.optimizer=true", "engine.offload.gradients=true", "recovery.silence_s=30", f"lora.rank={lora}",
+            "rollout.engine_args={enforce_eager: true}"]  # it starts twice; compiling takes most of that time
     done = finish(config(DEMO, tmp_path / "run", *SHORT, *VLLM, *more, "faults=[{step: 4, phase: generate, kind: kill, rank: 0}]"), clean=True)
     assert_invariants(done, 5)
     assert gone(done.pids) and next(f for f in check(done.folder) if f.number == 10).held

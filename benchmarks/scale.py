@@ -2,12 +2,16 @@
 
     python -m benchmarks.scale [--out FILE.json]              goodput for 64 to 100,000 GPUs
     python -m benchmarks.scale --reproduce RUN [RUN ...]      the same model against the event logs of real runs: wall time, within how much
+        --constants-of RUN                                    what was measured is that of another run of the same job: a prediction
 
 **The model.** A step takes ``fixed_s`` and ``slot_s`` for each slot of its busiest replica. A death in it adds what is noticed and agreed
 (``noticed_s``, ``again_s``), a link if none is ready (``link_s``), and the dead replica's slots, shared out among the survivors. The replica is gone until a spare has
 taken the place (``form_s``, its link being built beside), enters with a commit, and computes once it has healed (``heal_s``). Without a spare a process is
 started where there is a device (``cold_s``), else when the device has been replaced (``replace_s``). If nobody is left, all go back to the last checkpoint.
 Between two of these moments every step is alike, so it jumps from one to the next; nothing is drawn but when and where deaths come.
+
+**Against a real run** the model is given that run's replicas, slots and spares, when somebody died, and the means of what was measured in it: an undisturbed
+step for each number of replicas that compute, from a death to computing again, to full strength, and to a new spare. What comes out is the seconds of the whole run.
 
 **The rival** is a restart of all from a checkpoint at each death: ``restart_s``, and the work since the checkpoint, which is written at the best interval
 (Young, 1974; Daly, doi 10.1016/j.future.2004.11.016) and blocks for ``save_s``.
@@ -30,8 +34,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everstep.telemetry.events import of_kind, read_events
-from everstep.telemetry.recoveries import recoveries
+from everstep.telemetry.events import Event, of_kind, read_events
+from everstep.telemetry.recoveries import Recovery, recoveries
 
 HOUR = 3600.0
 #: Llama 3 405B (arXiv 2407.21783, section 3.3.4): 419 unexpected interruptions of 466 in 54 days on 16,384 H100.
@@ -91,16 +95,27 @@ class Outcome:
     seconds: float
 
 
-def simulate(
-    job: Job, c: Constants, deaths: Iterator[tuple[float, bool, bool]], until_s: float, steps: float = math.inf, noticed_s: Sequence[float] = (),
-) -> Outcome:
-    """Until ``until_s`` seconds have passed, or ``steps`` are committed. ``deaths``: (seconds, whether it strikes a member and not a spare, whether the device is
-    gone), in order of time. ``noticed_s``: of each death, instead of the constant."""
+@dataclass(frozen=True)
+class Death:
+    """After ``at_s`` seconds. ``of_member``: it strikes no spare. ``broken``: the device is gone. ``noticed_s``: if not the constant."""
+
+    at_s: float
+    of_member: bool = True
+    broken: bool = False
+    noticed_s: float | None = None
+
+
+_NEVER = Death(math.inf)
+
+
+def simulate(job: Job, c: Constants, deaths: Iterator[Death], until_s: float = math.inf, steps: float = math.inf) -> Outcome:
+    """Until ``until_s`` seconds have passed, or ``steps`` are committed. ``deaths``: in order of time. ValueError if neither will ever be: nobody is left,
+    and nobody comes."""
     now, committed, lost, all_lost, count, member_s = 0.0, 0.0, 0.0, 0, 0, 0.0
     members, spares = job.replicas, job.spares
     coming: list[tuple[float, str]] = []  # (when, what): a replica that contributes again, a spare that is warm
     waiting = 0  # replicas for which nobody was there
-    next_death = next(deaths)
+    death = next(deaths, _NEVER)
 
     def bring_back(at: float) -> None:
         heapq.heappush(coming, (at + c.form_s + job.state_bytes / c.heal_bytes_per_s + job.step_s(max(1, members)), "replica"))
@@ -118,20 +133,22 @@ def simulate(
             continue
         if not members:
             now = min(coming[0][0], until_s) if coming else until_s
-            while next_death[0] <= now:  # nobody is at work
-                next_death = next(deaths)
+            if now == math.inf:
+                raise ValueError(f"nobody is left after {committed:g} of {steps:g} steps, and nobody comes")
+            while death.at_s <= now:  # nobody is at work
+                death = next(deaths, _NEVER)
             continue
         step = job.step_s(members)
-        if next_death[0] >= now + step:
-            event = min(next_death[0], coming[0][0] if coming else math.inf, until_s)
+        if death.at_s >= now + step:
+            event = min(death.at_s, coming[0][0] if coming else math.inf, until_s)
             whole = min(steps - committed, max(1.0, (event - now) // step if event < math.inf else math.inf))
             committed, now, member_s = committed + whole, now + whole * step, member_s + whole * step * members
             continue
-        at, of_member, broken = next_death
-        at, next_death = max(at, now), next(deaths)
+        struck, death = death, next(deaths, _NEVER)
+        at = max(struck.at_s, now)
         count += 1
-        heapq.heappush(coming, (at + (c.replace_s if broken else 0.0) + c.cold_s, "spare"))
-        if not of_member:
+        heapq.heappush(coming, (at + (c.replace_s if struck.broken else 0.0) + c.cold_s, "spare"))
+        if not struck.of_member:
             spares = max(0, spares - 1)
             continue
         members -= 1
@@ -147,7 +164,7 @@ def simulate(
             continue
         # the step in which it dies is finished by the others
         link = c.link_s if members + 1 > job.standbys_up_to and members > 1 else 0.0
-        noticed = noticed_s[count - 1] if noticed_s else c.noticed_s
+        noticed = c.noticed_s if struck.noticed_s is None else struck.noticed_s
         duration = max(step, at - now + noticed) + c.again_s + link + job.salvage_s(members)
         now += duration
         member_s += duration * members
@@ -156,12 +173,12 @@ def simulate(
     return Outcome(max(0.0, ideal) / max(now, 1e-9), count, all_lost, member_s / max(now, 1e-9), now)
 
 
-def drawn_deaths(job: Job, gpu_hours: float, c: Constants, seed: int) -> Iterator[tuple[float, bool, bool]]:
+def drawn_deaths(job: Job, gpu_hours: float, c: Constants, seed: int) -> Iterator[Death]:
     """A Poisson process over all devices."""
     rng, now = random.Random(seed), 0.0
     while True:
         now += rng.expovariate(job.gpus / (gpu_hours * HOUR))
-        yield now, rng.random() < job.replicas * job.ranks / job.gpus, rng.random() < c.broken_share
+        yield Death(now, rng.random() < job.replicas * job.ranks / job.gpus, rng.random() < c.broken_share)
 
 
 def _interval(job: Job, c: Constants, gpu_hours: float) -> float:
@@ -209,7 +226,7 @@ def sizes(seeds: int, days: float, c: Constants) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Measured(Job):
-    """A job whose steps were measured; ``table``: members -> seconds."""
+    """A job whose steps were measured; ``table``: replicas that compute -> seconds."""
 
     table: dict[int, float] = dataclasses.field(default_factory=dict)
 
@@ -217,47 +234,88 @@ class Measured(Job):
         return self.table.get(members) or super().step_s(members)
 
 
-def reproduce(run: Path) -> dict[str, Any]:
-    """One run from its event log. From it: the median undisturbed step of each number of members, what a death and a return took (medians), how many
-    spares there were, and when somebody died. From the model: everything else, above all the seconds from the first step to the last."""
+@dataclass(frozen=True)
+class Log:
+    """What a run's event log says of it. ``refilled_s``: from a death to the next new spare."""
+
+    begins: Sequence[Event]
+    found: Sequence[Recovery]
+    job: Measured
+    constants: Constants
+    full_strength_s: Sequence[float]
+    refilled_s: Sequence[float]
+
+    @property
+    def start(self) -> float:
+        return self.begins[0].t_wall
+
+    @property
+    def wall_s(self) -> float:
+        return self.begins[-1].t_wall - self.start
+
+    def deaths(self) -> Iterator[Death]:
+        return iter([Death(r.t_wall - self.start, noticed_s=r.detect_s or 0.0) for r in self.found])
+
+
+def read(run: Path) -> Log:
     events = read_events(run / "events")
     start, begins = of_kind(events, "run_start")[0], of_kind(events, "begin")
     found = [r for r in recoveries(events) if r.replica >= 0 and begins[0].t_wall <= r.t_wall <= begins[-1].t_wall]
-    contributors = {e.step: len(e["members"]) for e in begins}
-    samples: dict[int, list[float]] = {}
-    for first, second in itertools.pairwise(begins):  # from one begin to the next, so that what the lead does between is in it
-        if second.step == (first.step or 0) + 1 and not any(first.t_wall <= r.t_wall <= second.t_wall for r in found):
-            samples.setdefault(contributors[first.step], []).append(second.t_wall - first.t_wall)
-    table = {members: statistics.median(seconds) for members, seconds in samples.items()}
-    replicas, slots = int(start["replicas"]), max(len(e["slots"]) for e in of_kind(events, "computed") if "slots" in e.fields) * int(start["replicas"])
+    table, slots = _steps(events, begins, [r.t_wall for r in found])
     most, least = max(table), min(table)
-    slot_s = (table[least] - table[most]) / max(1, math.ceil(slots / least) - math.ceil(slots / most)) if most > least else table[most] * most / slots
-    slot_s = max(0.0, slot_s)
-    job = Measured(replicas, 1, int(start["spares"]), slots, max(0.0, table[most] - slot_s * math.ceil(slots / most)), slot_s, 0.0, table=table)
-    noticed, stalled = [r.detect_s or 0.0 for r in found], [(r.stall_s or 0.0) - (r.detect_s or 0.0) for r in found]
+    more_slots = math.ceil(slots / least) - math.ceil(slots / most)
+    slot_s = max(0.0, (table[least] - table[most]) / more_slots if more_slots else table[most] * most / slots)
+    job = Measured(int(start["replicas"]), 1, int(start["spares"]), slots, max(0.0, table[most] - slot_s * math.ceil(slots / most)), slot_s, 0.0, table=table)
+
     back = [r.full_strength_s for r in found if r.full_strength_s is not None]
-    constants = Constants(again_s=max(0.0, _median(stalled)), link_s=0.0, form_s=_median(back), cold_s=math.inf, replace_s=math.inf)
-    predicted, last = 0.0, iter([(math.inf, True, True)])
-    deaths = [(r.t_wall - begins[0].t_wall, True, True) for r in found]
-    predicted = simulate(job, constants, itertools.chain(deaths, last), math.inf, len(begins) - 1, noticed).seconds
-    wall = begins[-1].t_wall - begins[0].t_wall
-    return {"run": str(run), "steps": len(begins), "deaths": len(found), "wall_s": wall, "predicted_s": predicted, "error": predicted / wall - 1.0,
-            "step_s": table, "slot_s": slot_s, "noticed_s": noticed, "full_strength_s": back}
+    ready = [e.t_wall for e in of_kind(events, "spare_ready")]
+    refilled = [min(later) - r.t_wall for r in found if (later := [t for t in ready if t > r.t_wall])] if job.spares else []
+    # The joiner's first step is in the time to full strength, and the model adds it; without a spare that time has a process's start in it.
+    form_s = max(0.0, _mean(back) - job.step_s(max(1, job.replicas - 1))) if back else math.inf
+    again_s = _mean([max(0.0, (r.stall_s or 0.0) - (r.detect_s or 0.0)) for r in found])
+    cold_s = _mean(refilled) if refilled else math.inf if job.spares else 0.0
+    return Log(begins, found, job, Constants(again_s=again_s, link_s=0.0, form_s=form_s, cold_s=cold_s), back, refilled)
 
 
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values) if values else 0.0
+def reproduce(run: Path, constants_of: Path | None = None) -> dict[str, Any]:
+    """The seconds from a run's first step to its last, as they were and as the model has them, with what was measured in that run or in another one."""
+    log = read(run)
+    measured = read(constants_of) if constants_of else log
+    predicted = simulate(measured.job, measured.constants, log.deaths(), steps=len(log.begins) - 1).seconds
+    return {"run": str(run), "constants_of": str(constants_of or run), "steps": len(log.begins), "deaths": len(log.found), "wall_s": log.wall_s,
+            "predicted_s": predicted, "error": predicted / log.wall_s - 1.0, "step_s": measured.job.table, "slot_s": measured.job.slot_s,
+            "constants": dataclasses.asdict(measured.constants), "full_strength_s": list(log.full_strength_s), "refilled_s": list(log.refilled_s)}
+
+
+def _steps(events: Sequence[Event], begins: Sequence[Event], deaths: Sequence[float]) -> tuple[dict[int, float], int]:
+    """(replicas that computed -> mean seconds of a step, what the lead does before the next one included; slots of a step). Steps in which somebody died do
+    not count."""
+    computing: dict[int, dict[int, int]] = {}  # step -> replica -> slots
+    for event in of_kind(events, "computed"):
+        if event.step is not None and event["rank"] == 0 and event["slots"]:
+            mine = computing.setdefault(event.step, {})
+            mine[event["replica"]] = mine.get(event["replica"], 0) + len(event["slots"])
+    samples: dict[int, list[float]] = {}
+    for one, following in itertools.pairwise(begins):
+        if one.step in computing and following.step == one.step + 1 and not any(one.t_wall <= t <= following.t_wall for t in deaths):
+            samples.setdefault(len(computing[one.step]), []).append(following.t_wall - one.t_wall)
+    return {count: _mean(seconds) for count, seconds in samples.items()}, max(sum(step.values()) for step in computing.values())
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.mean(values) if values else 0.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--reproduce", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--constants-of", type=Path, metavar="RUN")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--days", type=float, default=10.0)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if given.reproduce:
-        result: Any = [reproduce(run) for run in given.reproduce]
+        result: Any = [reproduce(run, given.constants_of) for run in given.reproduce]
         for row in result:
             print(f"{row['run']}: {row['steps']} steps, {row['deaths']} deaths: {row['wall_s']:.2f} s, the model {row['predicted_s']:.2f} s ({row['error']:+.1%})")
     else:

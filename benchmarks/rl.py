@@ -319,10 +319,10 @@ def killing(run_dir: Path, every_s: float) -> Iterator[list[int]]:
     def work() -> None:
         while not stop.wait(every_s):
             pids = [e.pid for e in of_kind(read_events(run_dir / "events"), "process_start") if e.who.startswith("e") and e.pid not in killed]
-            if pids:
+            if pids:  # the one that was started last: others may have ended otherwise
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pids[0], signal.SIGKILL)
-                    killed.append(pids[0])
+                    os.kill(pids[-1], signal.SIGKILL)
+                killed.append(pids[-1])
 
     thread = threading.Thread(target=work, name="killer")
     thread.start()

@@ -19,7 +19,9 @@ from tests.support.runs import SFT, config
 from everstep.checkpoint import manifest
 from everstep.config.load import save as save_config
 from everstep.recipes.schedule import learning_rate
+from everstep.telemetry.events import Event
 from everstep.telemetry.history import INVARIANTS, check
+from everstep.telemetry.rollout_history import stale_serving
 from support.checkpoints import entries_of
 
 RECORDED = Path(__file__).parent / "golden" / "history"
@@ -214,3 +216,23 @@ def _set(which: str, **fields: Any) -> Callable[[Rows], None]:
 )
 def test_an_engine_that_serves_what_it_does_not_hold_is_found(run, change):
     assert corrupt(run, change) == {10}
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_was_made_by_weights_from_before_the_run_went_back_is_not_to_be_used(again) -> None:
+    """An engine completes something after the rollback; it is made anew by weights that count, or not, and a step uses it."""
+
+    def event(name: str, step: int | None = None, who: str = "lead", **fields: Any) -> Event:
+        return Event(0.0, 0.0, who, 1, "here", None, step, name, fields)
+
+    def sync(step: int) -> list[Event]:
+        return [event("rollout_sync_begin", step, "e0", kind="full"), event("rollout_sync", step, "e0", kind="full")]
+
+    def made(version: int) -> Event:
+        return event("rollout_made", None, "e0", samples=["0/7#1"], version=version)
+
+    anew = [*sync(1), made(1)] if again else []
+    events = [event("commit", step, samples=[]) for step in (1, 2, 3)] + [*sync(3), event("rollback", 1), made(3), *anew]
+    assert stale_serving(events)[1] == "", "so far nobody uses it"
+    said = stale_serving([*events, event("commit", 2, samples=["2/0/0/7#1"])])[1]
+    assert said == ("" if again else "step 2 used what e0 completed by weights of step 3 from before the run went back")

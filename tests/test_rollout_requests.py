@@ -203,8 +203,8 @@ def test_what_was_made_before_a_run_was_resumed_is_gone_on_with() -> None:
 def test_after_the_run_went_back_nothing_is_left_and_no_weights_count_although_their_number_comes_again() -> None:
     requests = pool()
     requests.submit([*group(0), *group(1), *group(2)], Sampling(), 1)
-    requests.take("e0")
-    assert requests.void() == ["e0"] and requests.stale == ["e0", "e1"]
+    taken = [sequence.sample_id for sequence in requests.take("e0")]
+    assert taken and requests.void() == {"e0": taken} and requests.stale == ["e0", "e1"]
     assert not any(requests.knows(f"g{n}#0") for n in range(3))
     requests.want(1)
     assert requests.stale == ["e0", "e1"] and requests.take("e1") == []

@@ -6,14 +6,15 @@ import json
 import multiprocessing as mp
 import queue
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from everstep.errors import LinkBroken
-from everstep.recovery.digest import digest_of
 from everstep.rl.rollout import sync
 
 SAID = (torch.Tensor, torch.Size([4, 6]), (6, 1), 24, torch.storage.TypedStorage, torch.bfloat16, 3, b"\x00memory\xff", 4096, 512, False,
@@ -23,36 +24,43 @@ SAID = (torch.Tensor, torch.Size([4, 6]), (6, 1), 24, torch.storage.TypedStorage
 def test_a_handle_of_device_memory_travels_as_json(monkeypatch) -> None:
     told = json.loads(json.dumps(sync.plain(SAID)))
     got: dict[str, Any] = {}
-    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda **arguments: got.update(arguments) or torch.zeros(4, 6, dtype=torch.bfloat16))
-    said = {"shown": [{"name": "w", "shape": [4, 6], "dtype": "bfloat16", "handle": told}], "digest": 0}
-    assert sync._copied(said, torch.device("cuda", 1)) is not None
-    with pytest.raises(LinkBroken, match="weights w to w arrived damaged"):
-        sync._copied(said | {"digest": 1}, torch.device("cuda", 1))
-    want = dict(zip(sync._ARGUMENTS, SAID, strict=True)) | {"storage_device": 1, "tensor_size": [4, 6], "tensor_stride": [6, 1]}
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda **arguments: got.update(arguments) or torch.zeros(4, 6))
+    assert sync._opened(told, torch.device("cuda", 1)) is not None
+    want = dict(zip(sync._ARGUMENTS, SAID, strict=True)) | {"storage_device": 1, "tensor_size": [4, 6], "tensor_stride": [6, 1], "dtype": torch.uint8}
     assert got == want, "the device has another number here"
 
 
-def _copy(said: dict[str, Any], answer: Any) -> None:
-    copies = sync._copied(said, torch.device("cuda", 0))
-    answer.send(None if copies is None else [copy.float().cpu().tolist() for copy in copies])
+def _open(handle: dict[str, Any], answer: Any, more: Any) -> None:
+    window = sync._opened(handle, torch.device("cuda", 0))
+    answer.send(None if window is None else window[:64].tolist())
+    more.recv()
+    assert window is not None
+    answer.send(window[:64].tolist())
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_another_process_copies_tensors_out_of_our_device_memory(dtype: torch.dtype) -> None:
-    numbers = torch.arange(4096, device="cuda").to(dtype).view(64, 64)
-    whole = [numbers[8:16].contiguous(), numbers[32:]]  # the other one in the middle of a larger allocation
-    shown = [{"name": "w", "shape": list(t.shape), "dtype": str(dtype).removeprefix("torch."), "handle": sync._handle(t)} for t in whole]
-    said = {"shown": shown, "digest": digest_of(whole)}
+def test_another_process_sees_our_window_and_what_is_put_there_later() -> None:
+    window = sync._window(torch.device("cuda", 0))
+    assert window is not None
     context = mp.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_copy, args=(json.loads(json.dumps(said)), theirs), daemon=True)
-    process.start()
-    try:
-        assert ours.poll(120) and ours.recv() == [t.float().cpu().tolist() for t in whole]
-    finally:
-        process.join(30)
+    for _ in range(2):  # the same one for each process, also after one that ended
+        (ours, theirs), (go, wait) = context.Pipe(), context.Pipe()
+        process = context.Process(target=_open, args=(json.loads(json.dumps(window.handle)), theirs, wait), daemon=True)
+        put(window, 0)
+        process.start()
+        try:
+            assert ours.poll(120) and ours.recv() == [*range(64)]
+            put(window, 9)
+            go.send(None)
+            assert ours.poll(120) and ours.recv() == [*range(9, 73)]
+        finally:
+            process.join(30)
+
+
+def put(window: sync._Window, first: int) -> None:
+    window.memory[:64].copy_(torch.arange(first, first + 64, dtype=torch.uint8))
+    torch.cuda.synchronize()
 
 
 class Line:
@@ -64,41 +72,89 @@ class Line:
     def send(self, data: memoryview) -> None:
         self._out.put(bytes(data))
 
+    def end(self) -> None:
+        self._out.put(b"")
+
     def receive_into(self, data: memoryview) -> None:
         while len(self._got) < len(data):
-            self._got += self._in.get(timeout=20)
+            if not (more := self._in.get(timeout=20)):
+                raise LinkBroken("closed")
+            self._got += more
         data[:], self._got = self._got[: len(data)], self._got[len(data) :]
 
 
 @pytest.mark.parametrize("reached", [True, False])
-def test_weights_are_shown_in_buckets_and_come_as_bytes_if_they_cannot_be_copied(monkeypatch: pytest.MonkeyPatch, reached: bool) -> None:
-    """With tensors that pretend to be in a device's memory; one engine is on another machine."""
-    weights = [(f"w{i}", torch.arange(i * 10.0, i * 10 + 10).view(2, 5)) for i in range(7)]
-    held = dict(weights)
-    monkeypatch.setattr(sync, "_BUCKET_BYTES", 100)  # three of them
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
-    monkeypatch.setattr(sync, "on_host", lambda tensors: [memoryview(t.numpy()).cast("B") for t in tensors.values()])
-    monkeypatch.setattr(sync, "_handle", lambda whole: next(name for name, tensor in weights if torch.equal(tensor, whole)))
-    buckets = []
+def test_weights_go_through_a_window_or_as_bytes_to_who_cannot_open_it(monkeypatch: pytest.MonkeyPatch, reached: bool) -> None:
+    """With host memory for a device's. One engine is on another machine. Pieces of a tensor that is larger than the window; several in one."""
+    sizes = [7, 30, 1, 0, 1700, 5, 300]
+    weights = [(f"w{i}", torch.randn(size).to(torch.bfloat16 if i % 2 else torch.float32)) for i, size in enumerate(sizes)]
+    held, buckets = dict(weights), []
+    memory = torch.zeros(2048, dtype=torch.uint8)
+    monkeypatch.setattr(sync, "_WINDOW_BYTES", 2048)
+    monkeypatch.setattr(sync, "_window", lambda device: sync._Window(memory, {"it": 1}))
+    monkeypatch.setattr(sync, "_opened", lambda handle, device: memory if reached and handle == {"it": 1} else None)
+    copied = sync._copied
 
-    def copied(said: dict[str, Any], device: torch.device) -> list[torch.Tensor] | None:
-        buckets.append([what["handle"] for what in said["shown"]])
-        assert digest_of(held[name] for name in buckets[-1]) == said["digest"]
-        return [held[name].clone() for name in buckets[-1]] if reached else None
+    def looking(said: dict[str, Any], window: torch.Tensor, begun: dict[str, torch.Tensor], device: torch.device) -> list[tuple[str, torch.Tensor]]:
+        buckets.append([(what["name"], what["at"]) for what in said["shown"]])
+        return copied(said, window, begun, torch.device("cpu"))
 
-    monkeypatch.setattr(sync, "_copied", copied)
+    monkeypatch.setattr(sync, "_copied", looking)
+    got, nbytes, failed = transfer(weights)
+    assert not failed and nbytes == sum(tensor.nbytes for tensor in held.values())
+    several = [[("w0", 0), ("w1", 0), ("w2", 0), ("w3", 0)], [("w4", 0)], [("w4", 2048)], [("w4", 4096)], [("w4", 6144), ("w5", 0)], [("w6", 0)]]
+    assert buckets == (several if reached else [])
+    for engine, made in got.items():
+        assert list(made) == list(held) and all(torch.equal(made[name], held[name]) for name in held), engine
+
+
+def test_what_a_window_shows_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies there is not what was shown: the engine on this machine gets nothing, the other one all."""
+    memory = torch.zeros(2048, dtype=torch.uint8)
+    monkeypatch.setattr(sync, "_window", lambda device: sync._Window(memory, {}))
+    monkeypatch.setattr(sync, "_opened", lambda handle, device: torch.ones(2048, dtype=torch.uint8))
+    copied = sync._copied
+    monkeypatch.setattr(sync, "_copied", lambda said, window, begun, device: copied(said, window, begun, torch.device("cpu")))
+    got, _, failed = transfer([("w", torch.randn(4))])
+    assert list(got["there"]) == ["w"] and "here" not in got and list(failed) == ["here"]
+
+
+def test_who_does_not_come_makes_nobody_else_miss_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines are stuck; the third, which waits all along, gets them, and all is over once the first deadline is."""
+    store = dist.HashStore()
+    weights, got = [("w", torch.randn(4))], dict[str, torch.Tensor]()
+
+    def join() -> None:
+        with sync.stream("c", store, 20.0) as end:
+            got.update(sync.receive(end.join(), 3))
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    start = time.monotonic()
+    missed = sync.serve({"a": "a", "b": "b", "c": "c"}, store, 1.0, "127.0.0.1", weights, 3)
+    thread.join(20)
+    assert sorted(missed) == ["a", "b"] and torch.equal(got["w"], weights[0][1])
+    assert time.monotonic() - start < 1.9, "one deadline, not one after the other"
+    assert "transfer a took longer than 1 s (rollout.sync_timeout_s)" in missed["a"]
+
+
+def transfer(weights: list[tuple[str, torch.Tensor]]) -> tuple[dict[str, dict[str, torch.Tensor]], int, dict[str, str]]:
+    """To an engine here, with a device, and one without: engine -> what it got, and what ``send`` says."""
     got: dict[str, dict[str, torch.Tensor]] = {}
     ends, threads = {}, []
+
+    def take(engine: str, line: Line, device: torch.device | None) -> None:
+        try:
+            got[engine] = dict(sync.receive(line, 4, device))  # type: ignore[arg-type]
+        except LinkBroken:
+            line.end()
+
     for engine, device in (("here", torch.device("cuda", 0)), ("there", None)):
         there, back = queue.Queue[bytes](), queue.Queue[bytes]()
         ends[engine] = Line(there, back)
-        take = lambda engine, line, device: got.update({engine: dict(sync.receive(line, 4, device))})
         threads.append(threading.Thread(target=take, args=(engine, Line(back, there), device)))
         threads[-1].start()
-    nbytes, failed = sync.send(ends, weights, 4)
+    nbytes, failed = sync.send(ends, weights, 4, torch.device("cuda", 0))  # type: ignore[arg-type]
     for thread in threads:
         thread.join(20)
-    assert not failed and nbytes == 7 * 40
-    assert buckets == ([["w0", "w1", "w2"], ["w3", "w4", "w5"], ["w6"]] if reached else [["w0", "w1", "w2"]])
-    for engine in ends:
-        assert list(got[engine]) == list(held) and all(torch.equal(got[engine][name], held[name]) for name in held), engine
+    return got, nbytes, failed

@@ -48,6 +48,7 @@ class Rollouts:
             self.pool.vacate(worker)
 
     def ahead(self, prompts: TrainingBatch, sampling: Sampling, made: Mapping[str, Response] | None = None) -> None:
+        self._controller._check_alive()
         self.turns.engines()
         if self._controller.config.rollout.on_spares:
             self.pool.serve_beside(self._controller._crew.idle_spares())
@@ -64,6 +65,8 @@ class Rollouts:
         """Let a contributing replica serve rollout engines; False if it broke."""
         controller = self._controller
         view = controller.server.coordinator.view
+        if not view.contributors:  # they died meanwhile; whoever waits for samples finds out
+            return False
         member = view.member(view.contributors[0])
         assert member is not None
         called, life = [(worker, member) for worker in member.workers], controller.server.meant_for(member)

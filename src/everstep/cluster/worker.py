@@ -443,7 +443,7 @@ class Worker:
             raise WorkerFailed(f"weights of step {version} were asked for; worker {self.worker_id} is at {self.state.version}")
         export = {"full": self.engine.export_hf, "base": self.engine.export_frozen, "adapter": self.engine.export_adapter}[kind]
         mine = streams if self.formation.rank == min(self.layout.collect_ranks()) else {}
-        failed = sync.serve(mine, self.store.as_store, self.config.rollout.sync_timeout_s, self.control.local_host, export(), version)
+        failed = sync.serve(mine, self.store.as_store, self.config.rollout.sync_timeout_s, self.control.local_host, export(), version, self.device)
         if self.config.rollout.colocated:
             self._make_room(parameters=self.config.engine.offload.parameters)
         return failed

@@ -106,11 +106,11 @@ class HealStream:
     """The connections between a source and a joiner. ``name`` (heal, joiner, position) is used once.
 
     Every wait ends with LinkBroken when ``stop`` turns true (the heal is called off) or the other end is gone, and with
-    DeadlineExceeded after ``timeout_s`` (recovery.heal_timeout_s).
+    DeadlineExceeded after ``timeout_s``, which is the option ``key``.
     """
 
-    def __init__(self, name: str, store: dist.Store, timeout_s: float, stop: Callable[[], bool]):
-        self._name, self._store, self._stop, self._timeout_s = name, store, stop, timeout_s
+    def __init__(self, name: str, store: dist.Store, timeout_s: float, stop: Callable[[], bool], key: str = "recovery.heal_timeout_s"):
+        self._name, self._store, self._stop, self._timeout_s, self._key = name, store, stop, timeout_s, key
         self._end = time.monotonic() + timeout_s
         self._failed = threading.Event()  # a lane has: the others end too
         self.lanes: list[Lane] = []
@@ -165,7 +165,7 @@ class HealStream:
             try:
                 connection = socket.create_connection((host, port), timeout=2.0)
             except OSError as error:
-                raise LinkBroken(f"heal {self._name}: cannot reach the source at {host}:{port} ({error})") from error
+                raise LinkBroken(f"{self._what}: cannot reach the source at {host}:{port} ({error})") from error
             self.lanes.append(Lane(self._name, connection, self._check))
             self.lanes[-1].send(memoryview(secret.encode() + bytes([number])))
         return self
@@ -198,9 +198,13 @@ class HealStream:
 
     def _check(self) -> None:
         if self._failed.is_set() or self._stop():
-            raise LinkBroken(f"heal {self._name} was called off")
+            raise LinkBroken(f"{self._what} was called off")
         if time.monotonic() > self._end:
-            raise DeadlineExceeded(f"heal {self._name} took longer than {self._timeout_s:g} s (recovery.heal_timeout_s)")
+            raise DeadlineExceeded(f"{self._what} took longer than {self._timeout_s:g} s ({self._key})")
+
+    @property
+    def _what(self) -> str:
+        return f"heal {self._name}" if self._key.startswith("recovery.") else f"transfer {self._name}"
 
     def close(self) -> None:
         for lane in self.lanes:

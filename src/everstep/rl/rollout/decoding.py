@@ -109,6 +109,8 @@ class Decoder:
         done = {self._rows[row].sample_id for row in leave}
         if leave:
             self._leave(leave)
+        if self._slots.doubtful():
+            self.restart()
         return done
 
     def _enter(self) -> None:

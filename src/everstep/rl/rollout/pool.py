@@ -25,7 +25,7 @@ from everstep.telemetry.events import EventLog
 
 _POLL_S = 0.05
 _IDLE_S = 0.2
-_SLOW_FACTOR, _SLOW_S = 5.0, 1.0  # a call that takes so many times as long as others' did last, and so many seconds, is of a slow engine
+_SLOW_FACTOR, _SLOW_S = 5.0, 1.0  # a call in which a token takes so many times as long as others' did last, and so many seconds, is of a slow engine
 _BESIDE = 1000  # numbers of engines on spares' devices begin here
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # before an engine that did not start is started again
 _MISSED = 5  # transfers of weights in a row that came to nothing: then it is not the trainers' deaths any more, but the engine
@@ -61,8 +61,8 @@ class RolloutPool:
         self._calls: dict[Any, tuple[str, float]] = {}
         self._builds = itertools.count(1)
         self._restarts, self._count, self._places = config.engine_restarts, config.engines, places
-        self._took: dict[str, float] = {}       # seconds of an engine's last call
-        self._moved: dict[str, list[str]] = {}  # what slow engines are still at, although it was given to others
+        self._took: dict[str, float] = {}       # seconds a token of an engine's last call
+        self._moved: dict[str, list[str]] = {}  # what engines are still at, although it was given to others, or is void
         self._beside: dict[int, str] = {}       # engines on the devices of idle spares: number -> spare
         self._coming: set[int] = set()          # numbers of engines that are being started
         self._untried: set[int] = set()         # of them, those that neither started nor failed so far
@@ -295,9 +295,8 @@ class RolloutPool:
     def void(self) -> None:
         """The run went back to an older step."""
         with self._changed:
-            busy = self._requests.void()
-        for name in busy:
-            self._processes.expel(name, "the run went back to an older step, and what it generated is void")
+            for name, samples in self._requests.void().items():
+                self._moved[name] = self._moved.get(name, []) + samples
 
     # -- weights -------------------------------------------------------------------------------------------------------------
 
@@ -405,24 +404,22 @@ class RolloutPool:
 
     def _hand_out(self) -> None:
         busy = {name for name, _ in self._calls.values()}
-        with self._changed:
-            orders = []
+        with self._changed:  # until the calls are made: no transfer of weights gets in between, after which an engine may have none
             for name, engine in self._requests.engines.items():
                 if name in busy or engine.state is not EngineState.READY:
                     continue
                 new = self._requests.take(name)
                 if engine.has:
-                    orders.append((name, new, engine.sampling))
-        for name, new, sampling in orders:
-            call = self._host.submit(name, None, "advance", new, sampling, self._config.tokens_per_call, self._moved.pop(name, []))
-            self._calls[call] = name, time.monotonic()
+                    moved = self._moved.pop(name, [])
+                    call = self._host.submit(name, None, "advance", new, engine.sampling, self._config.tokens_per_call, moved)
+                    self._calls[call] = name, time.monotonic()
 
     def _relieve(self, now: float) -> None:
         """What a slow engine has goes to those that are idle; a prompt's noise is its own, so the samples are the same."""
         with self._changed:
             idle = [name for name in self._requests.idle if name in self._took]
             for name, since in self._calls.values() if idle else ():
-                limit = max(_SLOW_S, _SLOW_FACTOR * max(self._took[other] for other in idle))
+                limit = max(_SLOW_S, _SLOW_FACTOR * max(self._took[other] for other in idle) * self._config.tokens_per_call)
                 if now - since > limit and (moved := self._requests.move(name)):
                     self._moved[name] = self._moved.get(name, []) + moved
                     self._events.emit("rollout_moved", engine=name, samples=len(moved), seconds=now - since)
@@ -430,12 +427,13 @@ class RolloutPool:
 
     def _take_back(self, call: Any) -> None:
         name, since = self._calls.pop(call)
-        self._took[name] = time.monotonic() - since
         try:
             pieces = self._host.result(call, name, "advance")
         except (ProcessEnded, EverstepError) as error:
             self._processes.expel(name, f"{type(error).__name__}: {error}")
             return
+        if tokens := max((len(response.tokens) for response, _ in pieces.values()), default=0):
+            self._took[name] = (time.monotonic() - since) / tokens
         with self._changed:
             self._requests.gained(name, pieces)
             self._changed.notify_all()

@@ -168,10 +168,10 @@ class Requests:
         """Ready, with nothing to do, and nothing waits for them."""
         return [n for n, e in self.engines.items() if e.state is EngineState.READY and not e.has] if not self._queue else []
 
-    def void(self) -> list[str]:
+    def void(self) -> dict[str, list[str]]:
         """The run went back to an older step: everything is forgotten, and no engine's weights are current, whatever their number. Returns
-        the engines that are at something; they must end, for they would go on with it."""
-        busy = [name for name, engine in self.engines.items() if engine.has]
+        engine -> the samples that it is at, of which it must be told that they are not its own any more."""
+        busy = {name: list(engine.has) for name, engine in self.engines.items() if engine.has}
         self.cancel([*self._open, *self.complete, *self.dropped])
         for engine in self.engines.values():
             if engine.state is EngineState.READY:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,10 @@ LOG = logging.getLogger(__name__)
 #: Columns come by as many. The fewest, where sequences may need them; they are doubled when they are full: what is there is copied, and on a GPU
 #: graphs are captured anew.
 _COLUMNS, _FEWEST = 128, 512
+
+#: Tokens, padding included, that one pass prefills, unless a single sequence has more. Long prompts, and what runs on under new weights or comes
+#: from an engine that died, would otherwise need memory for activations many times that of generating.
+_PREFILLED = 32_768
 
 #: Passes before a capture: libraries make their workspaces in the first ones.
 _WARM_UP = 2
@@ -82,6 +86,7 @@ class Slots:
         self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         # Experts are called by what the router says, on the host.
         self._graphs: _Graphs | None = _Graphs() if graphs and device.type == "cuda" and not expert_count(model) else None
+        self._doubtful = False
         self._lengths: list[int] = []  # of the running rows
         self._size = self._capacity = self._longest = 0  # rows and columns of the buffers; the most columns that can be needed
         self._layers: list[tuple[Tensor, Tensor]] = []
@@ -95,6 +100,9 @@ class Slots:
     def enter(self, sequences: Sequence[tuple[int, ...]], longest: int) -> Tensor:
         """Sequences of tokens, behind those that are there; equal ones are prefilled once. The logits of their next tokens (n, V). None
         gets longer than ``longest`` tokens."""
+        return torch.cat([self._prefill(some, longest) for some in _at_a_time(sequences)])
+
+    def _prefill(self, sequences: Sequence[tuple[int, ...]], longest: int) -> Tensor:
         different = {sequence: row for row, sequence in enumerate(dict.fromkeys(sequences))}
         width = max(map(len, different))
         ids = torch.tensor([[self._pad] * (width - len(s)) + list(s) for s in different], device=self._device)
@@ -128,7 +136,9 @@ class Slots:
             # Rows that are free write into their own first column, which nobody reads before it is written anew.
             padded = _power_of_two(rows)
             self._positions[rows:padded] = 0
-            logits = self._graphs.run(padded, lambda: self._pass(padded, self._capacity))[:rows]
+            refused = self._graphs.refused
+            logits = self._graphs.run(padded, lambda: self._pass(padded, self._capacity), lambda: self._spoil(padded))[:rows]
+            self._doubtful |= self._graphs.refused != refused
         self._positions[:rows] += 1
         return logits
 
@@ -149,6 +159,12 @@ class Slots:
             order[hole] = mover
         self._lengths = [self._lengths[row] for row in order[:stay]]
         return order[:stay]
+
+    def doubtful(self) -> bool:
+        """Whether keys, values and the logits of the last ``advance`` may be wrong, because a captured pass turned out not to do what it should:
+        all sequences must enter anew. Told once."""
+        doubtful, self._doubtful = self._doubtful, False
+        return doubtful
 
     def release(self) -> None:
         """Give back the memory; what was running is lost. The model's weights may be elsewhere afterwards."""
@@ -176,6 +192,13 @@ class Slots:
         hidden = self._columns[:columns] > positions
         mask = torch.zeros(rows, columns, dtype=self._model.dtype, device=self._device).masked_fill_(hidden, float("-inf"))
         return self._forward(self._tokens[:rows], mask[:, None, None], positions, self)
+
+    def _spoil(self, rows: int) -> Callable[[], bool]:
+        """Put NaN where the token's keys and values belong; what is returned tells whether a pass has written them anew."""
+        places = [(held, self._rows[:rows], self._positions[:rows].clone()) for layer in self._layers for held in layer]
+        for held, row, column in places:
+            held[row, :, column] = float("nan")
+        return lambda: all(bool(held[row, :, column].isfinite().all()) for held, row, column in places)
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
         held = {self._cache_argument: cache}
@@ -242,8 +265,9 @@ class _Graphs:
         self._captured: dict[int, _Captured] = {}
         self._pool: Any = None
 
-    def run(self, rows: int, function: Callable[[], Tensor]) -> Tensor:
-        """``function`` may be called more than once: each time it writes the same token to the same place."""
+    def run(self, rows: int, function: Callable[[], Tensor], spoil: Callable[[], Callable[[], bool]]) -> Tensor:
+        """``function`` may be called more than once: each time it writes the same token to the same place. ``spoil``: make that place such
+        that a pass which reads it without writing it is found; returns whether it was written since."""
         if not self.refused and rows not in self._captured:
             try:
                 self._captured[rows] = self._capture(function)
@@ -257,12 +281,15 @@ class _Graphs:
             return captured.logits
         captured.unproved -= 1
         logits = function()
+        written = spoil()
         captured.graph.replay()
         apart = (captured.logits.float() - logits.float()).abs().max()
         tolerance = max(1e-3, _ROUNDINGS * torch.finfo(logits.dtype).eps)
-        if not apart <= tolerance * logits.float().abs().max():  # NaN: neither can be believed
+        if not written():
+            self._refuse("writes keys and values to another place when it is captured")
+        elif not apart <= tolerance * logits.float().abs().max():  # NaN: neither can be believed
             self._refuse(f"gives other logits when it is captured (by {float(apart):.2g})")
-        return logits
+        return function() if self.refused else logits
 
     def _refuse(self, why: str) -> None:
         LOG.warning("rollout: the pass of a token %s; going on without CUDA graphs (rollout.cuda_graphs)", why)
@@ -282,6 +309,20 @@ class _Graphs:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = function()
         return _Captured(graph, logits)
+
+
+def _at_a_time(sequences: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    """All of ``sequences``, in their order."""
+    some, different, width = list[tuple[int, ...]](), set[tuple[int, ...]](), 0
+    for sequence in sequences:
+        width = max(width, len(sequence))
+        if some and len(different | {sequence}) * width > _PREFILLED:
+            yield some
+            some, different, width = [], set(), len(sequence)
+        some.append(sequence)
+        different.add(sequence)
+    if some:
+        yield some
 
 
 def _power_of_two(count: int) -> int:

@@ -7,9 +7,9 @@
 The connections are those of a heal (:mod:`everstep.recovery.heal`). An engine that is gone is left out, the others go on; if the source
 is gone, engines have no version and get everything again from somebody else. Nothing is served by half of either.
 
-Where both have a GPU on one machine, an engine is shown a bucket of weights in the source's device memory (CUDA's inter-process handles) and
-copies them to its own, with a digest made on the device in the place of a checksum; the bytes go through host memory, one weight after the other,
-where that is not so, or does not work.
+Where both have a GPU on one machine, the source's device has a window: memory that engines open once (CUDA's inter-process handles), through which
+bucket after bucket goes to their own, with a digest made on the device in the place of a checksum. It stays for the life of the process, for what
+is shown to a process that dies cannot be freed. The bytes go through host memory where that is not so, or does not work.
 
 With LoRA an engine gets the frozen weights once (``kind="base"``), and from then on adapters only.
 """
@@ -17,9 +17,11 @@ With LoRA an engine gets the frozen weights once (``kind="base"``), and from the
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,16 +38,25 @@ from everstep.recovery.heal import HealStream, on_host, receive_checked, receive
 
 LOG = logging.getLogger(__name__)
 Kind = Literal["full", "base", "adapter"]
-_BUCKET_BYTES = 256 << 20  # shown together: each bucket costs both sides a wait for the device, and an answer
+_WINDOW_BYTES = 64 << 20  # a bucket: it costs both sides a wait for the device, and an answer
+_ALIGNED = 256  # where a tensor begins in it
 _TAKEN, _CANNOT = bytearray(b"\1"), bytearray(b"\0")
 _ARGUMENTS = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
 _OF_BYTES = frozenset({"storage_handle", "ref_counter_handle", "event_handle"})  # what CUDA calls its memory, counter and event by
 _OF_NUMBERS = frozenset({"tensor_size", "tensor_stride", "tensor_offset", "storage_size_bytes", "storage_offset_bytes", "ref_counter_offset", "event_sync_required"})
 
 
+@dataclass(frozen=True)
+class _Window:
+    """``memory``: uint8, on the source's device. ``handle``: what another process of this machine needs to open it."""
+
+    memory: Tensor
+    handle: dict[str, Any]
+
+
 @dataclass
 class _End:
-    """The source's end of a stream. ``direct``: the engine reads our device's memory itself."""
+    """The source's end of a stream. ``direct``: the engine has opened our window."""
 
     stream: HealStream
     direct: bool
@@ -54,17 +65,18 @@ class _End:
         send_checked(self.stream, data, version)
 
     def taken(self) -> bool:
-        """Whether the engine has copied what it was shown; if not, it cannot, and gets this and all that follows as bytes."""
         answer = bytearray(1)
         self.stream.receive_into(memoryview(answer))
-        self.direct = answer == _TAKEN
-        return self.direct
+        return answer == _TAKEN
 
 
-def send(streams: Mapping[str, HealStream], weights: Iterable[tuple[str, Tensor]], version: int) -> tuple[int, dict[str, str]]:
-    """Stream ``weights`` to all. Returns bytes sent to each, and engine -> why it did not get all of them."""
+def send(
+    streams: Mapping[str, HealStream], weights: Iterable[tuple[str, Tensor]], version: int, device: torch.device | None = None
+) -> tuple[int, dict[str, str]]:
+    """Stream ``weights``, which are on ``device`` (the CPU), to all. Returns bytes sent to each, and engine -> why it did not get all of them."""
     ends = {name: _End(stream, False) for name, stream in streams.items()}
     failed, nbytes, count = dict[str, str](), 0, 0
+    window = _window(device) if device is not None and device.type == "cuda" and streams else None
 
     def each(names: Iterable[str], act: Callable[..., object], *args: Any) -> None:
         for name in [name for name in names if name in ends]:
@@ -74,39 +86,39 @@ def send(streams: Mapping[str, HealStream], weights: Iterable[tuple[str, Tensor]
                 failed[name] = str(error)
                 del ends[name]
 
-    each(streams, _greet, version)
-    for bucket in _buckets(weights):  # to the end, also if nobody listens any more: it is a collective
-        count += len(bucket)
-        nbytes += sum(whole.nbytes for _, whole in bucket) if ends else 0
-        about = [{"name": name, "shape": list(whole.shape), "dtype": _name_of(whole.dtype)} for name, whole in bucket]
-        shown = [engine for engine, end in ends.items() if end.direct and all(whole.is_cuda for _, whole in bucket)]
-        if shown:
-            handles = [what | {"handle": _handle(whole)} for what, (_, whole) in zip(about, bucket, strict=True)]
-            each(shown, _End.say, version, _text({"shown": handles, "digest": digest_of(whole for _, whole in bucket)}))
-            each(shown, _End.taken)
-        by_bytes = [engine for engine, end in ends.items() if engine not in shown or not end.direct]
-        for what, (name, whole) in zip(about, bucket, strict=True):
-            each(by_bytes, _End.say, version, _text(what))
-            for chunk in on_host({name: whole}) if by_bytes else ():
-                each(by_bytes, _End.say, version, chunk)
-    each(streams, _End.say, version, _text({"count": count}))
-    if torch.cuda.is_available():
-        torch.cuda.ipc_collect()  # what engines that died had not given back
-    return nbytes, failed
+    def show(bucket: list[tuple[dict[str, Any], Tensor]]) -> None:
+        assert window is not None
+        places = _places(piece.numel() for _, piece in bucket)
+        for place, (_, piece) in zip(places, bucket, strict=True):
+            window.memory[place : place + piece.numel()].copy_(piece)
+        about = [what | {"nbytes": piece.numel()} for what, piece in bucket]
+        direct = [engine for engine, end in ends.items() if end.direct]
+        each(direct, _End.say, version, _text({"shown": about, "digest": digest_of(piece for _, piece in bucket)}))
+        each(direct, _take)
 
-
-def _buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """All of ``weights`` in their order, each contiguous; in device memory several at a time, elsewhere one."""
-    bucket: list[tuple[str, Tensor]] = []
-    nbytes = 0
-    for name, tensor in weights:
-        bucket.append((name, tensor.detach().contiguous()))
-        nbytes += tensor.nbytes
-        if not tensor.is_cuda or nbytes >= _BUCKET_BYTES:
-            yield bucket
-            bucket, nbytes = [], 0
+    each(streams, _greet, version, window)
+    bucket: list[tuple[dict[str, Any], Tensor]] = []
+    for name, tensor in weights:  # to the end, also if nobody listens any more: it is a collective
+        count += 1
+        if not ends:
+            continue
+        whole = tensor.detach().contiguous()
+        nbytes += whole.nbytes
+        about = {"name": name, "shape": list(whole.shape), "dtype": _name_of(whole.dtype)}
+        if any(end.direct for end in ends.values()):
+            for at, piece in _pieces(whole):
+                if bucket and _places([*(p.numel() for _, p in bucket), piece.numel()])[-1] + piece.numel() > _WINDOW_BYTES:
+                    show(bucket)
+                    bucket = []
+                bucket.append((about | {"at": at}, piece))
+        by_bytes = [engine for engine, end in ends.items() if not end.direct]
+        each(by_bytes, _End.say, version, _text(about))
+        for chunk in on_host({name: whole}) if by_bytes else ():
+            each(by_bytes, _End.say, version, chunk)
     if bucket:
-        yield bucket
+        show(bucket)
+    each(streams, _End.say, version, _text({"count": count}))
+    return nbytes, failed
 
 
 def receive(stream: HealStream, version: int, device: torch.device | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -114,20 +126,25 @@ def receive(stream: HealStream, version: int, device: torch.device | None = None
     not all. ``device``: a CUDA device to which they are copied straight from the source's, if that is on the same machine; else they
     are on the CPU."""
     _End(stream, False).say(version, _text({"machine": _machine() if device is not None and device.type == "cuda" else ""}))
-    count = 0
+    count, window, begun = 0, torch.zeros(0), dict[str, Tensor]()
     while True:
         said = _hear(stream, version)
         if "count" in said:
             if said["count"] != count:
                 raise LinkBroken(f"{count} weights came where {said['count']} were sent")
             return
+        if "window" in said:
+            assert device is not None
+            opened = _opened(said["window"], device)
+            stream.send(memoryview(_CANNOT if opened is None else _TAKEN))
+            window = window if opened is None else opened
+            continue
         if "shown" in said:
             assert device is not None
-            copies = _copied(said, device)
-            stream.send(memoryview(_CANNOT if copies is None else _TAKEN))
-            for what, copy in zip(said["shown"], copies or (), strict=False):  # those that cannot be copied come again, as bytes
-                yield what["name"], copy
-                count += 1
+            complete = _copied(said, window, begun, device)
+            stream.send(memoryview(_TAKEN))
+            yield from complete
+            count += len(complete)
             continue
         tensor = torch.empty(said["shape"], dtype=getattr(torch, said["dtype"]), device="cpu")
         for chunk in on_host({said["name"]: tensor}):
@@ -135,6 +152,22 @@ def receive(stream: HealStream, version: int, device: torch.device | None = None
             receive_checked(stream, [chunk], size, digest)
         yield said["name"], tensor
         count += 1
+
+
+def _pieces(whole: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(where it begins, its bytes) of parts that fit into the window."""
+    flat = whole.view(-1).view(torch.uint8)
+    for at in range(0, max(1, flat.numel()), _WINDOW_BYTES):
+        yield at, flat[at : at + _WINDOW_BYTES]
+
+
+def _places(sizes: Iterable[int]) -> list[int]:
+    """Where pieces of these sizes begin in the window, one after the other."""
+    places, following = list[int](), 0
+    for size in sizes:
+        places.append(following)
+        following += -(-size // _ALIGNED) * _ALIGNED
+    return places
 
 
 def _text(said: Mapping[str, Any]) -> memoryview:
@@ -149,14 +182,28 @@ def _hear(stream: HealStream, version: int) -> dict[str, Any]:
     return heard
 
 
-def _greet(end: _End, version: int) -> None:
-    end.direct = _hear(end.stream, version)["machine"] == _machine()
+def _greet(end: _End, version: int, window: _Window | None) -> None:
+    near = _hear(end.stream, version)["machine"] == _machine()
+    if near and window is not None:
+        end.say(version, _text({"window": window.handle}))
+        end.direct = end.taken()
 
 
-def _handle(whole: Tensor) -> dict[str, Any]:
-    """What another process of this machine needs to read a tensor in our device's memory."""
-    _, arguments = reductions.reduce_tensor(whole)
-    return plain(arguments)
+def _take(end: _End) -> None:
+    if not end.taken():
+        raise LinkBroken("the engine did not take what it was shown")
+
+
+@functools.cache
+def _window(device: torch.device) -> _Window | None:
+    """This process's window on ``device``; None where memory cannot be shared."""
+    try:
+        memory = torch.empty(_WINDOW_BYTES, dtype=torch.uint8, device=device)
+        _, arguments = reductions.reduce_tensor(memory)
+        return _Window(memory, plain(arguments))
+    except RuntimeError as error:
+        LOG.warning("weights go through host memory: this device's memory cannot be shared (%s)", first_line(error))
+        return None
 
 
 def plain(arguments: Sequence[Any]) -> dict[str, Any]:
@@ -171,21 +218,31 @@ def rebuilding(said: Mapping[str, Any], dtype: torch.dtype, device: int) -> dict
     return fixed | {name: bytes.fromhex(said[name]) for name in _OF_BYTES} | {name: said[name] for name in _OF_NUMBERS}
 
 
-def _copied(said: Mapping[str, Any], device: torch.device) -> list[Tensor] | None:
-    """Copies, on our device, of the tensors of a bucket in the source's device memory; None if they cannot be reached. LinkBroken if they are
-    others."""
-    copies: list[Tensor] = []
+def _opened(handle: Mapping[str, Any], device: torch.device) -> Tensor | None:
+    """The source's window; None if it cannot be reached."""
     try:
-        for what in said["shown"]:
-            arguments = rebuilding(what["handle"], getattr(torch, what["dtype"]), device.index or 0)
-            copies.append(reductions.rebuild_cuda_tensor(**arguments).clone())
+        window: Tensor = reductions.rebuild_cuda_tensor(**rebuilding(handle, torch.uint8, device.index or 0))
+        return window
     except RuntimeError as error:
         LOG.warning("weights come through host memory: the source's device memory cannot be reached (%s)", first_line(error))
         return None
-    if any(list(copy.shape) != what["shape"] for copy, what in zip(copies, said["shown"], strict=True)) or digest_of(copies) != said["digest"]:
-        names = [what["name"] for what in said["shown"]]
-        raise LinkBroken(f"weights {names[0]} to {names[-1]} arrived damaged: their digest is wrong")
-    return copies
+
+
+def _copied(said: Mapping[str, Any], window: Tensor, begun: dict[str, Tensor], device: torch.device) -> list[tuple[str, Tensor]]:
+    """Copy what the window shows to our ``device``; returns the tensors that are complete. ``begun``: those that are not. LinkBroken if it is
+    something else than what was shown."""
+    pieces, complete = list[Tensor](), list[tuple[str, Tensor]]()
+    for what, place in zip(said["shown"], _places(what["nbytes"] for what in said["shown"]), strict=True):
+        name, at, size = what["name"], what["at"], what["nbytes"]
+        if at == 0:
+            begun[name] = torch.empty(what["shape"], dtype=getattr(torch, what["dtype"]), device=device)
+        flat = begun[name].view(-1).view(torch.uint8)
+        pieces.append(flat[at : at + size].copy_(window[place : place + size]))
+        if at + size == flat.numel():
+            complete.append((name, begun.pop(name)))
+    if digest_of(pieces) != said["digest"]:
+        raise LinkBroken(f"weights {said['shown'][0]['name']} to {said['shown'][-1]['name']} arrived damaged: their digest is wrong")
+    return complete
 
 
 def _machine() -> str:
@@ -193,25 +250,35 @@ def _machine() -> str:
 
 
 def serve(
-    streams: Mapping[str, str], store: dist.Store, timeout_s: float, host: str, weights: Iterable[tuple[str, Tensor]], version: int
+    streams: Mapping[str, str], store: dist.Store, timeout_s: float, host: str, weights: Iterable[tuple[str, Tensor]], version: int,
+    device: torch.device | None = None,
 ) -> dict[str, str]:
-    """Send ``weights`` to every engine that joins its stream (engine -> stream). Returns engine -> why it did not get all."""
-    missed = dict[str, str]()
+    """Send ``weights``, which are on ``device``, to every engine that joins its stream (engine -> stream). Returns engine -> why it did not get
+    all. Whoever does not come makes nobody miss ``timeout_s`` but itself."""
+    missed, served = dict[str, str](), dict[str, HealStream]()
+    ends = {engine: stream(name, store, timeout_s) for engine, name in streams.items()}
+
+    def meet(engine: str) -> None:
+        try:
+            served[engine] = ends[engine].serve(host)
+        except Exception as error:  # the end of a thread: whatever it is, this engine gets nothing, and the others do
+            missed[engine] = str(error) if isinstance(error, EverstepError) else f"{type(error).__name__}: {error}"
+
+    others = [threading.Thread(target=meet, args=(engine,), name=f"meet-{engine}") for engine in streams]
     with contextlib.ExitStack() as closing:
-        served = dict[str, HealStream]()
-        for engine, name in streams.items():
-            end = closing.enter_context(stream(name, store, timeout_s))
-            try:
-                served[engine] = end.serve(host)
-            except EverstepError as error:
-                missed[engine] = str(error)
-        _, failed = send(served, weights, version)
+        for end in ends.values():
+            closing.enter_context(end)
+        for thread in others:
+            thread.start()
+        for thread in others:
+            thread.join()  # each has a deadline
+        _, failed = send(served, weights, version, device)
     return missed | failed
 
 
 def stream(name: str, store: dist.Store, timeout_s: float) -> HealStream:
     """One end of the connection for a transfer. LinkBroken, once it is called off."""
-    return HealStream(name, store, timeout_s, lambda: store.check([off_key(name)]))
+    return HealStream(name, store, timeout_s, lambda: store.check([off_key(name)]), "rollout.sync_timeout_s")
 
 
 def off_key(name: str) -> str:

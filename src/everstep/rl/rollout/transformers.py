@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.initialization import no_init_weights
 
 from everstep.cluster.batch import TrainingBatch
 from everstep.errors import WorkerFailed
@@ -40,10 +41,11 @@ class TransformersRollout(Served):
         self._frozen: dict[str, Tensor] = {}  # with adapters: the weights of the adapted modules without them
         self._adapted = False  # whether there will be any
         self._shapes: list[torch.Size] = []  # of the parameters, while they have no memory
-        # The initial weights are overwritten; drawing them must not move the process's random state.
-        cuda = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=cuda), self.device:
+        # No weights are drawn, and none has memory before they come: the device may be somebody else's until then.
+        with no_init_weights():
             self.model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype).eval().requires_grad_(False)
+        self.model.tie_weights()  # which is part of drawing them
+        self._give_up_weights()
         # A model's own generation defaults (penalties, top_p, ...) would change the distribution behind our back.
         self.model.generation_config = GenerationConfig()
         self._pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
@@ -91,15 +93,18 @@ class TransformersRollout(Served):
             self.model.to("cpu")
             self._frozen = {module: frozen.cpu() for module, frozen in self._frozen.items()}
         elif not self._shapes:
-            self._shapes = [parameter.shape for parameter in self.model.parameters()]
-            for parameter in self.model.parameters():
-                parameter.data = parameter.data.new_empty(0)
+            self._give_up_weights()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # for the process that shares the device
 
+    def _give_up_weights(self) -> None:
+        self._shapes = [parameter.shape for parameter in self.model.parameters()]
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.new_empty(0)
+
     def _wake(self) -> None:
-        for parameter, shape in zip(self.model.parameters(), self._shapes, strict=False):  # none, if they never slept
-            parameter.data = parameter.data.new_empty(shape)
+        for parameter, shape in zip(self.model.parameters(), self._shapes, strict=False):  # no shapes: it is awake
+            parameter.data = torch.empty(shape, dtype=parameter.dtype, device=self.device)
         self._shapes = []
         self.model.to(self.device)
 

@@ -388,11 +388,13 @@ def test_a_run_that_generates_ahead_resumes_with_what_engines_had_made(tmp_path)
 
 
 @pytest.mark.full
-def test_one_replica_that_goes_back_skips_no_prompt_that_had_been_drawn_ahead(tmp_path) -> None:
+@pytest.mark.parametrize("phase", ["compute", "reward"])
+def test_one_replica_that_goes_back_skips_no_prompt_that_had_been_drawn_ahead(phase, tmp_path) -> None:
     """After a rollback to a copy in memory every iteration trains on the prompts that follow those of the one before: what engines were at
-    for later iterations is drawn again."""
-    more = ["layout.replicas=1", "recovery.memory_checkpoint_every=1", "rollout.engines=1", "rl.iterations=5",
-            "faults=[{step: 7, phase: compute, kind: kill, replica: 0}]"]
+    for later iterations is drawn again. In ``reward`` nobody calls the rank that dies: whoever sends weights next finds nobody who has them. No
+    engine pays for it."""
+    more = ["layout.replicas=1", "recovery.memory_checkpoint_every=1", "rollout.engines=1", "rl.iterations=5", "rollout.engine_restarts=0",
+            f"faults=[{{step: 7, phase: {phase}, kind: kill, replica: 0}}]"]
     done = engines(tmp_path, *AHEAD[:2], "rl.eval_every=0", "rl.eval_before=false", *more, steps=9)
     (rolled,) = done.kind("rollback")
     assert rolled.step == 6 and "the copy in memory" in rolled["cause"]

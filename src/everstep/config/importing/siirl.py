@@ -209,7 +209,7 @@ def _seed(value: Any, given: Given) -> Mapping[str, Any]:
 
 def _rollout_size(value: Any, given: Given) -> Mapping[str, Any]:
     if value != 1:
-        raise Untranslatable(f"{_ENGINE}: it is not cut")
+        raise Untranslatable("set rollout.tp, with rollout.engine=vllm and rollout.engines on devices of their own; ranks that generate have the whole model on one")
     return {}
 
 
@@ -319,11 +319,11 @@ OPTIONS: dict[str, Option] = table(
     implied(f"{_ACTOR}.checkpoint.save_contents", "a checkpoint holds everything; checkpoint.hf: the model in Hugging Face's format besides"),
     implied(f"{_ACTOR}.checkpoint.load_contents", "a run resumes with everything, or begins with model.path"),
     unsupported(f"{_ACTOR}.policy_loss.loss_mode", "rl.ratio has PPO's loss and GSPO's; a pipeline of your own can name another one, see extending.md"),
-    implied(f"{_ROLLOUT}.name", _ENGINE, only=("hf", "transformers"), otherwise=f"{_ENGINE}, with transformers: this version has no adapter for it"),
+    implied(f"{_ROLLOUT}.name", _ENGINE, only=("hf", "transformers"), otherwise="set rollout.engine=vllm with rollout.engines, which take turns with the ranks (rollout.colocated) or have devices of their own"),
     implied(f"{_ROLLOUT}.mode", "a call generates all samples; ahead of training with rollout.engines and rollout.max_staleness", only=("sync",),
             otherwise="set rollout.engines and rollout.max_staleness"),
-    mapped(f"{_ROLLOUT}.tensor_model_parallel_size", (), "1; else unsupported: " + _ENGINE, _rollout_size),
-    unsupported(f"{_ROLLOUT}.gpu_memory_utilization", "no share of the memory is reserved: generation takes what rollout.samples_per_batch sequences need"),
+    mapped(f"{_ROLLOUT}.tensor_model_parallel_size", (), "1; else rollout.tp, of rollout.engine=vllm with devices of its own", _rollout_size),
+    unsupported(f"{_ROLLOUT}.gpu_memory_utilization", "set rollout.gpu_memory_fraction with rollout.engine=vllm; else generation takes what rollout.samples_per_batch sequences need"),
     same(f"{_ROLLOUT}.n", "rl.samples_per_prompt", default=1),
     same(f"{_ROLLOUT}.temperature", "rollout.temperature"),
     same(f"{_ROLLOUT}.top_p", "rollout.top_p"),

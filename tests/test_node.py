@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -188,8 +189,16 @@ def test_what_a_collective_is_made_of_is_not_told_apart_and_one_that_fails_stays
     mine = page.open_mine("w0")
     view = View.of(os.getpid())
     assert view
+    me = threading.get_ident()
     with page.collective("agree", "replica 0"), page.collective("all_gather", "the world"):
-        assert view.read().collective.operation == "agree" and view.read().collective.open
+        assert view.read().collective.operation == "agree" and view.read().collective.open and page.waits(me)
+        with page.for_others():
+            pass
+        assert page.waits(me)
+    assert not page.waits(me)
+    with page.for_others():
+        assert page.waits(me) and not page.waits(me + 1)
+    assert not page.waits(me)
     assert (view.read().collective.count, view.read().collective.open) == (1, False)
     with pytest.raises(RuntimeError), page.collective("sum", "0b0+1b0"):
         raise RuntimeError("a peer is gone")

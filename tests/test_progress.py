@@ -110,6 +110,39 @@ def test_a_heal_has_its_own_deadline_for_the_joiner_and_for_the_source_that_stre
     assert s.accused(52.1) == ["0/0", "2/0"]
 
 
+def test_who_hangs_at_a_later_point_than_the_others_reach_without_it_is_the_one_who_is_overdue():
+    """0/0 dies; 1/0 hangs in reduce of the attempt that ended with it, and repeats so; 2/0 waits for it in the exchange of the next one."""
+    s = Scene()
+    s.all(2, "reduce", 1.0)
+    s.judge.view(s.members()[1:], frozenset(), 2.0, anew=True)
+    for phase in ("begin", "exchange"):
+        s.judge.entered("2/0", 2, phase, 2.1)
+    for now in range(3, 12):
+        s.judge.entered("1/0", 2, "reduce", float(now))
+        s.judge.entered("2/0", 2, "exchange", float(now), waits=True)
+        assert s.accused(float(now)) == []
+    (verdict,) = s.judge.overdue(13.5)
+    assert verdict.worker == "1/0" and verdict.cause == "no progress: step 2, reduce of an attempt that has ended, 10.5 s after its peers left it"
+
+
+def test_who_begins_the_next_attempt_is_judged_by_it_and_a_commit_ends_none():
+    s = Scene()
+    s.all(2, "exchange", 1.0, waits=True)
+    s.judge.view(s.members()[1:], frozenset(), 2.0, anew=True)
+    for worker in ("1/0", "2/0"):
+        for phase in ("begin", "exchange"):
+            s.judge.entered(worker, 2, phase, 2.5)
+    s.judge.entered("1/0", 2, "reduce", 3.0)
+    assert s.accused(13.0) == [] and s.accused(13.1) == ["2/0"]
+    other = Scene()
+    other.all(2, "vote", 1.0)
+    other.all(2, "voted", 1.1)
+    other.view(now=2.0)  # as a commit says it again
+    other.judge.entered("0/0", 2, "idle", 2.1)
+    other.judge.entered("1/0", 2, "idle", 2.1)
+    assert other.judge.overdue(12.2)[0].cause.startswith("no progress: step 2, voted, 10.1 s")
+
+
 def test_what_a_joiner_without_slots_has_done_says_nothing_of_those_that_compute():
     s = Scene(replicas=2)
     s.view(frozenset({1}))

@@ -26,7 +26,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
@@ -189,6 +189,7 @@ class Page:
 
 _mine: Page | None = None
 _inside = threading.local()
+_waiting = set[int]()  # threads that wait for other ranks
 
 
 def open_mine(worker: str, device: str = "cpu") -> Page:
@@ -227,13 +228,34 @@ class collective:
     def __enter__(self) -> None:
         if _mine is not None and not getattr(_inside, "one", False):
             _inside.one = True
+            _waiting.add(threading.get_ident())
             self._begun = _mine.begin(self._operation, self._group)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self._begun is not None:
             _inside.one = False
+            _waiting.discard(threading.get_ident())
             if kind is None and _mine is not None:
                 _mine.done(*self._begun, self._handed_over)
+
+
+@contextlib.contextmanager
+def for_others() -> Iterator[None]:
+    """The calling thread waits for other ranks meanwhile, without a collective that the page would tell of."""
+    me = threading.get_ident()
+    already = me in _waiting
+    _waiting.add(me)
+    try:
+        yield
+    finally:
+        if not already:
+            _waiting.discard(me)
+
+
+def waits(thread: int) -> bool:
+    """Whether this thread (its ``ident``) is inside something that waits for other ranks. Nobody looks at its frames for that: walking those of
+    a thread that runs is not safe in CPython 3.11."""
+    return thread in _waiting
 
 
 def leave_out() -> None:

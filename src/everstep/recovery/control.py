@@ -17,7 +17,6 @@ import dataclasses
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -31,9 +30,6 @@ from everstep.recovery.rendezvous import Announcement
 from everstep.recovery.view import Epoch, Kind, Record, View, Vote
 
 LOG = logging.getLogger(__name__)
-
-#: Where a rank waits for others: a main thread that is inside one of these is held up, not holding up.
-_WAITING = (os.path.join("torch", "distributed"), os.path.join("recovery", "link.py"), os.path.join("recovery", "replica.py"))
 
 _LOOK_S = 0.05  # between two looks for another coordinator
 _ANSWER_S = 30.0  # for it to say whether this rank is welcome: it may be on its way into the run itself
@@ -395,20 +391,9 @@ class Control:
                 if self._grace_s <= 0:
                     return
             try:
-                self._send(self._progress | {"waits": self._waits()})
+                self._send(self._progress | {"waits": self._main is not None and page.waits(self._main)})
             except EverstepError:
                 return
-
-    def _waits(self) -> bool:
-        """Whether the main thread is inside something that waits for other ranks."""
-        frame = sys._current_frames().get(self._main) if self._main is not None else None
-        for _ in range(5):  # a poll's sleep and thread joins are a few frames above
-            if frame is None:
-                return False
-            if any(part in frame.f_code.co_filename for part in _WAITING):
-                return True
-            frame = frame.f_back
-        return False
 
     def _fence(self, cause: str) -> None:
         if self._grace_s > 0:

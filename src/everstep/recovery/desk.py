@@ -301,7 +301,7 @@ class Desk:
     def _note(self, record: Record) -> None:
         view, members = record.view, list(record.view.replicas)
         if self._judge and record.kind is not Kind.BUILD:
-            self._judge.view(view.members, view.healing, time.monotonic())
+            self._judge.view(view.members, view.healing, time.monotonic(), anew=record.kind in (Kind.VIEW, Kind.ROLLBACK))
         if record.cause == TAKEOVER:
             self._events.emit("view", step=view.committed, epoch=view.epoch.key, members=members, healing=sorted(view.healing), cause=record.cause,
                               deal=view.deal.number, dealt=list(view.deal.replicas), quarantined=[])

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from everstep.errors import DeadlineExceeded, LinkBroken
-from everstep.node.page import leave_out, noted
+from everstep.node.page import for_others, leave_out, noted
 from everstep.recovery.view import Record
 
 BUCKET_BYTES = 64 << 20
@@ -336,7 +336,8 @@ class Links:
         raise LinkBroken(f"{name} was formed after this rank had left its replica")
 
     def _form(self, name: str, replicas: Sequence[int], stop: Callable[[], bool]) -> Link:
-        link: Link = interruptible(lambda: self._build(name, replicas), stop, self._timeout_s, f"link {name}")
+        with for_others():
+            link: Link = interruptible(lambda: self._build(name, replicas), stop, self._timeout_s, f"link {name}")
         return link
 
     def drop_all(self) -> None:

@@ -65,10 +65,11 @@ class _Standing:
     since: float
     warm: bool = False   # has finished a step in this life
     waits: bool = False  # its main thread was last seen inside a collective
+    before: bool = False  # where it is belongs to an attempt that a newer view ended: it has yet to begin the next one
 
     @property
     def point(self) -> tuple[int, int]:
-        return self.step, ORDER.index(self.phase)
+        return self.step, ORDER.index("begin" if self.before else self.phase)
 
     @property
     def judged(self) -> bool:
@@ -80,6 +81,7 @@ class Judge:
     def __init__(self, deadlines: Deadlines):
         self._deadlines = deadlines
         self._said: dict[str, tuple[int, str, float, bool]] = {}  # worker -> step, phase, since, waits
+        self._words: dict[str, tuple[int, str]] = {}  # worker -> step, phase, as it said them
         self._standing: dict[str, _Standing] = {}
         self._healing: frozenset[int] = frozenset()
 
@@ -90,6 +92,7 @@ class Judge:
         before = self._said.get(worker)
         if before and before[:2] == (step, "voted") and phase == "vote":
             phase = "voted"  # a heartbeat between the vote and what follows it
+        repeated, self._words[worker] = self._words.get(worker) == (step, phase), (step, phase)
         if waits:
             phase = _INSIDE.get(phase, phase)
         since = before[2] if before and before[:2] == (step, phase) else now
@@ -98,12 +101,15 @@ class Judge:
         if standing is None:
             return
         standing.waits = waits
+        standing.before = standing.before and repeated
         if (standing.step, standing.phase) != (step, phase):
             standing.warm = standing.warm or (standing.phase == "apply" and phase == "idle")
             standing.step, standing.phase, standing.since = step, phase, now
 
-    def view(self, members: Sequence[Member], healing: Collection[int], now: float) -> None:
-        """A new view, or the same one repeated by a commit. A replica that was formed anew begins a new life."""
+    def view(self, members: Sequence[Member], healing: Collection[int], now: float, anew: bool = False) -> None:
+        """A new view, or the same one repeated by a commit. A replica that was formed anew begins a new life. ``anew``: the attempt under way
+        has ended. Whoever takes part in the next one says that it begins it; one that hangs goes on repeating where it was, maybe at
+        a later point than the others will reach without it."""
         standing: dict[str, _Standing] = {}
         for member in members:
             for position, worker in enumerate(member.workers):
@@ -111,6 +117,8 @@ class Judge:
                 if known is None or known.life != life:
                     step, phase, _, waits = self._said.get(worker, (0, "idle", now, False))
                     known = _Standing(life, position, step, phase, now, waits=waits)
+                if anew and known.judged and known.phase not in ("begin", "apply", "idle"):
+                    known.before, known.since = True, now
                 standing[worker] = known
         self._standing, self._healing = standing, frozenset(healing)
 
@@ -144,7 +152,7 @@ class Judge:
         if not standing.judged or not peers:
             return ""
         ahead = [s for s in peers if s.judged and s.point > standing.point]
-        where = f"no progress: step {standing.step}, {standing.phase}"
+        where = f"no progress: step {standing.step}, {standing.phase}" + (" of an attempt that has ended" if standing.before else "")
         if len(ahead) == len(peers):
             lag = now - max(standing.since, *(s.since for s in ahead))
             if lag > self._lag_limit(standing):

@@ -21,10 +21,9 @@ import json
 import logging
 import os
 import signal
-import sys
+import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -64,12 +63,15 @@ def answer(folder: str, worker: str) -> None:
 
 
 def _own_stacks() -> str:
-    """As ``faulthandler`` writes them, and with the threads' names; those that Python did not start have none."""
-    names, lines = {thread.ident: thread.name for thread in threading.enumerate()}, []
-    for ident, frame in sys._current_frames().items():
-        lines.append(f"Thread {ident:#x} {names.get(ident, '')} (most recent call first):")
-        lines += [f'  File "{each.f_code.co_filename}", line {line} in {each.f_code.co_name}' for each, line in traceback.walk_stack(frame)]
-    return "\n".join(lines) + "\n"
+    """By ``faulthandler``, called and not signalled: no other thread runs Python meanwhile, whose frames it reads. With the threads' names; those that
+    Python did not start have none."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read()
+    for thread in threading.enumerate():
+        text = text.replace(f"hread 0x{thread.ident or 0:016x} ", f"hread {thread.ident or 0:#x} {thread.name} ")
+    return text
 
 
 # -- in the lead -----------------------------------------------------------------------------------------------------------------------

@@ -139,4 +139,5 @@ def test_who_is_behind() -> None:
 
     assert behind({"a": at(0, 5, "reduce"), "b": at(1, 5, "compute"), "c": at(-1, 0, "idle")}) == ["1/0 in compute of step 5 for 2.0 s"]
     assert behind({"a": at(0, 5, "idle"), "b": at(1, 5, "apply")}) == ["1/0 in apply of step 5 for 2.0 s"]
+    assert behind({"a": at(0, 5, "reduce"), "b": at(1, 0, "idle")}) == ["0/0 in reduce of step 5 for 2.0 s"]
     assert behind({}) == []

@@ -148,10 +148,11 @@ class Diagnosis:
 
 
 def behind(whereabouts: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The ranks that are at the earliest point of the step in progress, as ``REPLICA/RANK in PHASE``."""
+    """The ranks that are at the earliest point of the step in progress, as ``REPLICA/RANK in PHASE``. Who just took its place, and has begun
+    no step yet, is not among them."""
     from everstep.recovery.progress import ORDER
 
-    placed = [w for w in whereabouts.values() if w["replica"] >= 0 and w["phase"] in ORDER]
+    placed = [w for w in whereabouts.values() if w["replica"] >= 0 and w["phase"] in ORDER and (w["step"], w["phase"]) != (0, "idle")]
     points = [(w["step"], ORDER.index(w["phase"]) if w["phase"] != "idle" else len(ORDER)) for w in placed]
     return [f"{w['replica']}/{w['rank']} in {w['phase']} of step {w['step']} for {w['since_s']:.1f} s"
             for w, point in zip(placed, points, strict=True) if point == min(points)]

@@ -33,6 +33,7 @@ from everstep.recovery.view import Member
 #: its vote has arrived; ``idle``: the step is finished.
 ORDER = ("begin", "heal", "compute", "exchange", "salvage", "exchanging", "reduce", "reducing", "vote", "voted", "apply", "idle")
 _INSIDE = {"exchange": "exchanging", "reduce": "reducing"}
+_SAID = {inside: said for said, inside in _INSIDE.items()}
 #: Phases in which a rank waits for nobody outside its replica (heal: for one peer, which streams while it computes).
 BUSY = frozenset({"heal", "compute", "exchange", "salvage", "reduce", "vote", "apply"})
 
@@ -81,7 +82,6 @@ class Judge:
     def __init__(self, deadlines: Deadlines):
         self._deadlines = deadlines
         self._said: dict[str, tuple[int, str, float, bool]] = {}  # worker -> step, phase, since, waits
-        self._words: dict[str, tuple[int, str]] = {}  # worker -> step, phase, as it said them
         self._standing: dict[str, _Standing] = {}
         self._healing: frozenset[int] = frozenset()
 
@@ -92,7 +92,7 @@ class Judge:
         before = self._said.get(worker)
         if before and before[:2] == (step, "voted") and phase == "vote":
             phase = "voted"  # a heartbeat between the vote and what follows it
-        repeated, self._words[worker] = self._words.get(worker) == (step, phase), (step, phase)
+        repeated = before is not None and (before[0], _SAID.get(before[1], before[1])) == (step, phase)
         if waits:
             phase = _INSIDE.get(phase, phase)
         since = before[2] if before and before[:2] == (step, phase) else now

@@ -21,8 +21,8 @@ def stale_serving(events: Sequence[Event]) -> tuple[int, str]:
     for event in of_kind(events, "run_start", "commit", "rollback", "rollout_sync_begin", "rollout_sync", "rollout_sleep", "rollout_made"):
         process = event.who, event.pid
         if event.event in ("run_start", "commit"):
-            committed = event.step or 0
-            if used := [said for sample in event.get("samples") or () if (said := void.get(_of_prompt(sample)))]:
+            committed = event.step or 0  # a start uses nothing: it has no samples
+            if used := [said for sample in event.get("samples", ()) if (said := void.get(_of_prompt(sample)))]:
                 return looked_at, f"step {event.step} used what {used[0]}"
         elif event.event == "rollback":
             committed, outlived = event.step or 0, set(holds)

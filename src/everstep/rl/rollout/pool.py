@@ -10,6 +10,7 @@ import copy
 import itertools
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -62,7 +63,7 @@ class RolloutPool:
         self._builds = itertools.count(1)
         self._restarts, self._count, self._places = config.engine_restarts, config.engines, places
         self._took: dict[str, float] = {}       # seconds a token of an engine's last call
-        self._moved: dict[str, list[str]] = {}  # what engines are still at, although it was given to others, or is void
+        self._moved = defaultdict[str, list[str]](list)  # what engines are still at, although it was given to others, or is void
         self._beside: dict[int, str] = {}       # engines on the devices of idle spares: number -> spare
         self._coming: set[int] = set()          # numbers of engines that are being started
         self._untried: set[int] = set()         # of them, those that neither started nor failed so far
@@ -296,7 +297,7 @@ class RolloutPool:
         """The run went back to an older step."""
         with self._changed:
             for name, samples in self._requests.void().items():
-                self._moved[name] = self._moved.get(name, []) + samples
+                self._moved[name] += samples
 
     # -- weights -------------------------------------------------------------------------------------------------------------
 
@@ -421,7 +422,7 @@ class RolloutPool:
             for name, since in self._calls.values() if idle else ():
                 limit = max(_SLOW_S, _SLOW_FACTOR * max(self._took[other] for other in idle) * self._config.tokens_per_call)
                 if now - since > limit and (moved := self._requests.move(name)):
-                    self._moved[name] = self._moved.get(name, []) + moved
+                    self._moved[name] += moved
                     self._events.emit("rollout_moved", engine=name, samples=len(moved), seconds=now - since)
                     return
 

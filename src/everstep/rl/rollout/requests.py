@@ -171,8 +171,7 @@ class Requests:
     def void(self) -> dict[str, list[str]]:
         """The run went back to an older step: everything is forgotten, and no engine's weights are current, whatever their number. Returns
         engine -> the samples that it is at, of which it must be told that they are not its own any more."""
-        busy = {name: list(engine.has) for name, engine in self.engines.items() if engine.has}
-        self.cancel([*self._open, *self.complete, *self.dropped])
+        busy = self.cancel([*self._open, *self.complete, *self.dropped])
         for engine in self.engines.values():
             if engine.state is EngineState.READY:
                 engine.becomes(EngineState.STALE)

@@ -98,6 +98,7 @@ def send(
 
     each(streams, _greet, version, window)
     bucket: list[tuple[dict[str, Any], Tensor]] = []
+    used = 0  # bytes of the window
     for name, tensor in weights:  # to the end, also if nobody listens any more: it is a collective
         count += 1
         if not ends:
@@ -107,10 +108,11 @@ def send(
         about = {"name": name, "shape": list(whole.shape), "dtype": _name_of(whole.dtype)}
         if any(end.direct for end in ends.values()):
             for at, piece in _pieces(whole):
-                if bucket and _places([*(p.numel() for _, p in bucket), piece.numel()])[-1] + piece.numel() > _WINDOW_BYTES:
+                if bucket and used + piece.numel() > _WINDOW_BYTES:
                     show(bucket)
-                    bucket = []
+                    bucket, used = [], 0
                 bucket.append((about | {"at": at}, piece))
+                used += _room(piece.numel())
         by_bytes = [engine for engine, end in ends.items() if not end.direct]
         each(by_bytes, _End.say, version, _text(about))
         for chunk in on_host({name: whole}) if by_bytes else ():
@@ -166,8 +168,13 @@ def _places(sizes: Iterable[int]) -> list[int]:
     places, following = list[int](), 0
     for size in sizes:
         places.append(following)
-        following += -(-size // _ALIGNED) * _ALIGNED
+        following += _room(size)
     return places
+
+
+def _room(size: int) -> int:
+    """Bytes of the window that a piece takes."""
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _text(said: Mapping[str, Any]) -> memoryview:

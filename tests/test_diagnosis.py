@@ -28,7 +28,7 @@ def struck(tmp_path_factory) -> Finished:
     faults = ", ".join(f"{{step: {step}, phase: compute, kind: {kind}, replica: {replica}}}" for kind, (_, replica, step) in VICTIMS.items())
     return finish(config(
         SFT, tmp_path_factory.mktemp("struck") / "run", "layout.replicas=3", "layout.spares=3", "sft.steps=30", "recovery.heartbeat_s=0.2",
-        "recovery.silence_s=1.5", "watch.agent_every_s=0.1", "watch.stuck_after_s=0.7", "recovery.progress_timeout_s=1.5", "checkpoint.at_end=false", f"faults=[{faults}]",
+        "recovery.silence_s=3", "watch.agent_every_s=0.1", "watch.stuck_after_s=0.7", "recovery.progress_timeout_s=3", "checkpoint.at_end=false", f"faults=[{faults}]",
     ), host=ForkedHost)
 
 

@@ -15,12 +15,13 @@ from typing import Any
 from everstep.errors import DeadlineExceeded, WorkerFailed
 from everstep.recovery import wire
 from everstep.recovery.commitlog import CommitLog
-from everstep.recovery.coordinator import Coordinator
+from everstep.recovery.coordinator import Coordinator, State
 from everstep.recovery.desk import Desk, Listener
 from everstep.recovery.progress import Judge
 from everstep.telemetry.events import EventLog
 
 HELLO_TIMEOUT_S = 10.0
+COMING_UP_S = 30.0  # a process that starts loads libraries and claims its device, and may hold its interpreter lock for seconds at a time
 
 
 class _Session:
@@ -50,7 +51,8 @@ class _Session:
 class CoordinatorServer(Desk):
     """Owns the coordinator of one run.
 
-    ``token``: what a rank must know to be heard. ``silence_s``: a rank of which nothing was heard for so long is expelled.
+    ``token``: what a rank must know to be heard. ``silence_s``: a rank of which nothing was heard for so long is expelled;
+    while it comes up, and nobody waits for it in a step, not before COMING_UP_S.
     ``build_timeout_s``: for a link to be acknowledged by everybody. ``heartbeat_s``: every rank hears something this often.
     ``address``: of whoever accepts connections for it and hands them over (:meth:`attend`); None: it does that itself.
     """
@@ -163,16 +165,17 @@ class CoordinatorServer(Desk):
                         said.heard += late
                     if self._judge:
                         self._judge.excuse(late)
-                silent = [w for w in self._sessions if now - self.progress[w].heard > self._silence_s]
+                limits = {worker: self._silence_limit(worker, now) for worker in self._sessions}
+                silent = {worker: limit for worker, limit in limits.items() if now - self.progress[worker].heard > limit}
                 build = self.coordinator.build
                 link = build.link_id if build else ""
                 if link != self._build[0]:
                     self._build = (link, now)
                 overdue = self._judge.overdue(now) if self._judge else []
                 stalled = self._judge.stalled(now) if self._judge and not overdue else ""
-            for worker in silent:
+            for worker, limit in silent.items():
                 said = self.progress[worker]
-                self.expel(worker, f"silent for {self._silence_s:g} s (last: step {said.step}, {said.phase})")
+                self.expel(worker, f"silent for {limit:g} s (last: step {said.step}, {said.phase})")
             for verdict in overdue:
                 self.expel(verdict.worker, verdict.cause)
             if stalled:
@@ -182,6 +185,12 @@ class CoordinatorServer(Desk):
                 ))
             if link and now - self._build[1] > self._build_timeout_s:
                 self._event(self.coordinator.build_expired)
+
+    def _silence_limit(self, worker: str, now: float) -> float:
+        said = self.progress[worker]
+        begins = self.coordinator.state is State.FORMING or now - said.since < COMING_UP_S
+        comes_up = (said.step, said.phase) == (0, "idle") and begins
+        return max(self._silence_s, COMING_UP_S) if comes_up else self._silence_s
 
     def _heartbeat_loop(self) -> None:
         """Silence of the coordinator means something to a rank only because it is never silent."""

@@ -80,7 +80,7 @@ def check_against_peft(rank: int, case: Case) -> None:
         assert engine.squared_norm(engine.gradients()) == pytest.approx(norm2, rel=2e-5), (case, step)
 
         # Each adapter on each rank has its gradient; where no rank shares it with others, it is compared.
-        parameters = {f"{at}.lora.{n}": p for at, a in adapters(engine._ddps).items() for n, p in a.named_parameters()}
+        parameters = {f"{at}.{n}": p for at, a in adapters(engine._ddps).items() for n, p in a.named_parameters()}
         stages = layout.stages(case.model.num_hidden_layers)[at.pp]
         per_layer = sum(len(NAMES.get(t, [t])) for t in {**LORA, **case.lora}.get("targets", list(NAMES)))
         assert len(parameters) == 2 * per_layer * sum(map(len, stages))

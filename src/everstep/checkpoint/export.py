@@ -46,6 +46,7 @@ from everstep.config.derive import lora_matrices
 from everstep.config.load import dump, load_config
 from everstep.config.schema import Config
 from everstep.engine import source as sources
+from everstep.engine.fused import saved_name, single_experts
 from everstep.engine.source import ModelSource
 from everstep.errors import BadInput
 
@@ -207,7 +208,6 @@ def _pieces(header: bytes, tensors: list[Describe], read: Callable[[str], Tensor
 def _merged(index: Index, config: Config, part: str) -> tuple[list[Describe], Callable[[str], Tensor]]:
     """The model that LoRA froze with what the adapters add, in its type, as the engine computes with it."""
     from everstep.engine import hf  # Megatron-Core
-    from everstep.engine.fused import single_experts
     from everstep.engine.model import DTYPES as MODEL_DTYPES
     from everstep.engine.model import read_architecture
     from everstep.layout import Layout
@@ -269,8 +269,8 @@ def _adapter_config(config: Config, source: ModelSource) -> dict[str, Any]:
         "revision": (name.partition("@")[2] or None) if hub else None,
         "r": config.lora.rank,
         "lora_alpha": config.lora.alpha,
-        "lora_dropout": config.lora.dropout,
-        "target_modules": list(lora_matrices(config)),
+        "lora_dropout": 0.0 if config.lora.experts else config.lora.dropout,  # peft has none for experts, and would not load them
+        "target_modules": [saved_name(source.hf_config.model_type, name) if config.lora.experts else name for name in lora_matrices(config)],
         "bias": "none",
         "inference_mode": True,
     }

@@ -129,12 +129,19 @@ def _check_experts(config: Config, shape: ModelShape, layout: Layout) -> None:
             raise ConfigError(
                 f"moe.aux_loss_coef={config.moe.aux_loss_coef} balances experts, but model.path={config.model.path} has none; leave it out"
             )
+        if config.lora.experts:
+            raise ConfigError(f"lora.experts=true, but model.path={config.model.path} has no experts; leave it out")
         return
     if layout.tp > 1 and not config.engine.sequence_parallel:
         raise ConfigError(
             f"layout.tp={layout.tp} with experts: tensor-parallel ranks must route different tokens; set engine.sequence_parallel=true"
         )
-    if all(experts.sparse):
+    halves = [name for name in derive.LORA_MATRICES["fc1"] if name in adapted]
+    if config.lora.experts and len(halves) == 1:
+        raise ConfigError(
+            f"lora.experts=true with {halves[0]} alone: gate and up of experts are one tensor for peft; name both in lora.targets (fc1), or none"
+        )
+    if all(experts.sparse) and not config.lora.experts:
         derive.refuse_adapted_experts(name for name in adapted if name in derive.LORA_MATRICES["fc1"] + derive.LORA_MATRICES["fc2"])
 
 

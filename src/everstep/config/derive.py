@@ -81,12 +81,19 @@ def lora_matrices(config: Config) -> tuple[str, ...]:
     return tuple(name for name in known if name in wanted)
 
 
+def adapted_in(config: Config, experts: bool) -> tuple[str, ...]:
+    """Those of ``lora_matrices`` that have adapters in a layer of a model with experts, in one whose feed-forward part they are (``experts``)
+    or in another: feed-forward matrices in the one without lora.experts not, with it in the other one not, as ``peft`` has it."""
+    feed_forward = LORA_MATRICES["fc1"] + LORA_MATRICES["fc2"]
+    return tuple(name for name in lora_matrices(config) if name not in feed_forward or config.lora.experts == experts)
+
+
 def refuse_adapted_experts(matrices: Iterable[str]) -> None:
     """``ConfigError`` if there are any ``matrices``: those of ``lora_matrices`` that the model has nowhere but in experts."""
     if found := list(matrices):
         raise ConfigError(
-            f"lora.targets: {', '.join(found)} match only matrices of experts, which get no adapters; name others, "
-            "such as lora.targets=[qkv,proj]"
+            f"lora.targets: {', '.join(found)} match only matrices of experts, which get no adapters; set lora.experts=true, or name "
+            "others, such as lora.targets=[qkv,proj]"
         )
 
 

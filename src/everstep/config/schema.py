@@ -168,6 +168,11 @@ class LoraConfig(Section):
         description="What gets adapters: `qkv`, `proj` (attention in and out), `fc1`, `fc2` (feed-forward in and out), or single "
         "matrices by their transformers names, such as `q_proj`.",
     )
+    experts: bool = Field(
+        False,
+        description="Mixtures of experts: the feed-forward matrices that lora.targets names get adapters in experts, a pair for each expert. A "
+        "model that also has layers without experts has none in those then, since `peft` knows either.",
+    )
 
 
 class OptimizerConfig(Section):

@@ -14,6 +14,8 @@ tokens of its own (under tensor parallelism: engine.sequence_parallel), so nothi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ class Experts(nn.Module):
     """SwiGLU experts: ``down(silu(gate x) * up x)``, matrices of transformers' shapes, gate above up in ``gate_up``.
 
     Only the expert-data-parallel ranks sum the gradients: with expert parallelism ``allreduce`` says so to Megatron's DDP.
+
+    ``lora``: what adapters add to what ``gate_up`` and ``down`` make of their rows, hung here by ``everstep.engine.lora.attach``.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -40,19 +44,33 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(held, config.hidden_size, width, **how))  # (e, H, F / tp)
         for parameter in (self.gate_up, self.down):
             parameter.allreduce = ep == 1  # type: ignore[attr-defined]
+        self.lora: nn.ModuleDict | None = None
 
     def forward(self, rows: Tensor, sizes: list[int]) -> Tensor:
         """(M, H), of which the first ``sizes[0]`` are expert 0's and so on -> (M, H), under tp this rank's addend of it."""
+        ends = None
         if rows.is_cuda and rows.dtype == torch.bfloat16 and len(rows):
             ends = torch.tensor(sizes, device=rows.device).cumsum(0).to(torch.int32)
-            gate, up = F.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-            return F.grouped_mm(F.silu(gate) * up, self.down.transpose(1, 2), offs=ends)
-        parts = []
-        # One view of all: a view of each would give backward a whole gradient of zeros for each.
-        for part, gate_up, down in zip(rows.split(sizes), self.gate_up.unbind(), self.down.unbind(), strict=True):
-            gate, up = F.linear(part, gate_up).chunk(2, dim=-1)
-            parts.append(F.linear(F.silu(gate) * up, down))
-        return torch.cat(parts)
+        product = partial(grouped, sizes=sizes, ends=ends)
+        gate, up = self._through("gate_up", rows, product).chunk(2, dim=-1)
+        return self._through("down", F.silu(gate) * up, product)
+
+    def _through(self, matrix: str, rows: Tensor, product: Product) -> Tensor:
+        out = product(rows, self.get_parameter(matrix))
+        return out + self.lora[matrix](rows, product) if self.lora is not None and matrix in self.lora else out
+
+
+#: (rows, a matrix (out, in) for each expert) -> each expert's rows times its matrix
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+def grouped(rows: Tensor, matrices: Tensor, sizes: list[int], ends: Tensor | None) -> Tensor:
+    """(M, in), of which the first ``sizes[0]`` are expert 0's and so on, by ``matrices`` (e, out, in) -> (M, out). ``ends``: where each
+    expert's rows end, on the device, for one kernel for all of them, which wants rows of matrices to begin at 16 bytes; None: one by one."""
+    if ends is not None and all(size % 8 == 0 for size in matrices.shape[1:]):
+        return F.grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
+    # One view of all: a view of each would give backward a whole gradient of zeros for each.
+    return torch.cat([F.linear(part, matrix) for part, matrix in zip(rows.split(sizes), matrices.unbind(), strict=True)])
 
 
 class Travel:

@@ -34,6 +34,12 @@ def expert_names(family: str) -> ExpertNames:
     return ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 
 
+def saved_name(family: str, matrix: str) -> str:
+    """What the checkpoints of ``family`` call an expert's ``gate_proj``, ``up_proj`` or ``down_proj``; other matrices keep their names."""
+    names = expert_names(family)
+    return {"gate_proj": names.gate, "up_proj": names.up, "down_proj": names.down}.get(matrix, matrix)
+
+
 def single_experts(source: Mapping[str, Getter], family: str, experts: int) -> dict[str, Getter]:
     """``source`` with each expert's matrices, and the router, under the names they are saved by, where a layer's are fused in it.
 

@@ -79,18 +79,30 @@ def adapter_parameters(config: Config, shape: ModelShape, layout: Layout, pp: in
     """Parameters of LoRA adapters on one rank of pipeline stage ``pp``; 0 without LoRA.
 
     A matrix (out, in) has r (in + out): of q, k, v, gate and up a tensor-parallel rank holds r (in + out / tp), of the
-    output and down projections r (in / tp + out). Experts have none.
+    output and down projections r (in / tp + out); those of experts (:func:`expert_adapter_parameters`) are among them.
     """
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     layers = _stage_layers(shape, layout, pp)
-    everywhere, dense = len(layers), sum(not shape.sparse(layer) for layer in layers)
+    everywhere, dense = len(layers), sum(not shape.sparse(layer) for layer in layers) if not config.lora.experts else 0
     sizes = {  # cut over tp, whole, how often
         "q_proj": (q, shape.hidden, everywhere), "k_proj": (kv, shape.hidden, everywhere), "v_proj": (kv, shape.hidden, everywhere),
         "o_proj": (q, shape.hidden, everywhere), "gate_proj": (shape.ffn, shape.hidden, dense), "up_proj": (shape.ffn, shape.hidden, dense),
         "down_proj": (shape.ffn, shape.hidden, dense),
     }  # fmt: skip
     found = (sizes[matrix] for matrix in derive.lora_matrices(config))
-    return config.lora.rank * sum(times * (cut // layout.tp + whole) for cut, whole, times in found)
+    own = config.lora.rank * sum(times * (cut // layout.tp + whole) for cut, whole, times in found)
+    return own + expert_adapter_parameters(config, shape, layout, pp)
+
+
+def expert_adapter_parameters(config: Config, shape: ModelShape, layout: Layout, pp: int) -> int:
+    """Those of :func:`adapter_parameters` that belong to experts, of which a rank holds 1/ep of each layer's (lora.experts): r (in + out / tp)
+    for each of gate and up, r (in / tp + out) for down."""
+    x = shape.experts
+    if x is None or not config.lora.experts:
+        return 0
+    held = sum(shape.sparse(layer) for layer in _stage_layers(shape, layout, pp)) * x.count // layout.ep
+    adapted = [name for name in derive.adapted_in(config, experts=True) if name in derive.LORA_MATRICES["fc1"] + derive.LORA_MATRICES["fc2"]]
+    return held * config.lora.rank * len(adapted) * (shape.hidden + x.ffn // layout.tp)
 
 
 def rank_memory(config: Config, sizes: derive.Sizes, shape: ModelShape, rank: int) -> RankMemory:
@@ -214,7 +226,7 @@ def _model_memory(config: Config, shape: ModelShape, layout: Layout, pp: int, pa
     width, adapters = BYTES[config.model.dtype], adapter_parameters(config, shape, layout, pp)
     trained = shard = adapters or parameters
     if config.engine.distributed_optimizer:
-        ranks, experts = layout.dp * layout.cp, 0 if adapters else expert_parameters(shape, layout, pp)
+        ranks, experts = layout.dp * layout.cp, expert_adapter_parameters(config, shape, layout, pp) if adapters else expert_parameters(shape, layout, pp)
         shard = -(-(trained - experts) // ranks) + -(-experts * layout.ep // ranks)
     return _ModelMemory(
         width * (parameters + adapters), width * parameters if adapters else 0, 4 * trained, (8 if width == 4 else 12) * shard, trained, shard

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from everstep.config import derive
 from everstep.config.schema import Config
+from everstep.engine.fused import saved_name
 from everstep.rl.rollout import Pieces, Sampling
 from everstep.rl.rollout.decoding import Pending
 
@@ -71,7 +72,10 @@ def make(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrainedToken
         from everstep.rl.rollout.vllm import VllmRollout
 
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-        return VllmRollout(config.rollout, hf_config, tokenizer, dtype, longest, derive.lora_matrices(config), config.seed, folder)
+        adapted = derive.lora_matrices(config)
+        if config.lora.experts:
+            adapted = tuple(saved_name(hf_config.model_type, matrix) for matrix in adapted)
+        return VllmRollout(config.rollout, hf_config, tokenizer, dtype, longest, adapted, config.seed, folder)
     from everstep.rl.rollout.transformers import TransformersRollout
 
     return TransformersRollout(hf_config, tokenizer, device, dtype, config.rollout.cuda_graphs)

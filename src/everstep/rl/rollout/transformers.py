@@ -76,7 +76,7 @@ class TransformersRollout(Served):
         """
         self.version = None
         self._wake()
-        parameters = {name.removesuffix(".weight"): p for name, p in self.model.named_parameters()}
+        parameters = {name.removesuffix(".weight"): tensor for name, tensor in weights_of(self.model).items()}
         for module, target, a, b in adapters(dict(adapter), parameters):
             frozen = self._frozen.setdefault(module, target.clone()).to(self.device)
             low_rank = b.to(self.device, torch.float32) @ a.to(self.device, torch.float32)

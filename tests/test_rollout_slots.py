@@ -65,6 +65,7 @@ def test_logits_are_those_of_each_sequence_alone(family) -> None:
     assert walk(slots, model, device, moves=20, seed=2) > 10
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_captured_passes_are_those_that_are_not_captured(family) -> None:

@@ -115,9 +115,11 @@ class HealStream:
         self._failed = threading.Event()  # a lane has: the others end too
         self.lanes: list[Lane] = []
 
-    def serve(self, host: str, lanes: int = 1) -> HealStream:
-        """The source's end: wait for the joiner. ``host``: the address of this machine that the others can reach."""
+    def serve(self, host: str, lanes: int = 1, within_s: float | None = None) -> HealStream:
+        """The source's end: wait for the joiner. ``host``: the address of this machine that the others can reach. ``within_s``: that the joiner
+        has to come, if that is less than ``timeout_s``, which is for all (DeadlineExceeded)."""
         secret = secrets.token_hex(16)
+        come_by = time.monotonic() + within_s if within_s is not None else float("inf")
         joined: dict[int, Lane] = {}
         with socket.create_server((host, 0)) as listener:
             self._store.set(f"heal/{self._name}", json.dumps([host, listener.getsockname()[1], secret, lanes]))
@@ -127,6 +129,8 @@ class HealStream:
                     connection, _ = listener.accept()
                 except TimeoutError:
                     self._check()
+                    if time.monotonic() > come_by:
+                        raise DeadlineExceeded(f"{self._what}: nobody came in {within_s:g} s ({self._key})") from None
                     continue
                 number = self._introduced(connection, secret)
                 if number is None or number >= lanes or number in joined:

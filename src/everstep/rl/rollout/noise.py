@@ -67,7 +67,7 @@ def sample_keys(seed: int, sample_ids: list[str]) -> Tensor:
 def gumbel_noise(keys: Tensor, step: int | Tensor, vocabulary: int) -> Tensor:
     """Standard Gumbel noise (B, V) float32 of token number ``step`` (one for all, or int64 (B,)) of each sample; a pure function of
     its arguments."""
-    row = _mix(keys + (step + 1) * torch.tensor(_INCREMENT, device=keys.device))
+    row = _mix(keys + (step + 1) * torch.tensor(_INCREMENT))  # of no dimensions, on the host: nothing is copied to a device, nor waited for
     column = torch.arange(1, vocabulary + 1, dtype=torch.int64, device=keys.device) * _INCREMENT
     bits = _shift(_mix(row.unsqueeze(1) + column), 11)  # 53 random bits
     # Small uniforms keep their relative precision in float32; they are the exponentials, and so the Gumbels, that win.

@@ -18,6 +18,8 @@ Legend: B running rows, C columns that the buffers have, H key/value heads, D he
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -297,18 +299,31 @@ class _Graphs:
         self.clear()
 
     def _capture(self, function: Callable[[], Tensor]) -> _Captured:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
+        before, side = torch.cuda.current_stream(), _capturing(torch.cuda.current_device())
+        side.wait_stream(before)
         with torch.cuda.stream(side):
             for _ in range(_WARM_UP):
                 function()
-        torch.cuda.current_stream().wait_stream(side)
+        before.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        # Of this thread only: others of the process use the device, too (heartbeats, copies).
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = function()
+        try:
+            # Of this thread only: others of the process use the device, too (heartbeats, copies).
+            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+                logits = function()
+        except BaseException:  # torch leaves its stream the current one then, and the pool being filled: nothing could be freed any more
+            torch.cuda.set_stream(before)
+            with contextlib.suppress(RuntimeError, TypeError):  # it was ended after all, or is called otherwise in this torch
+                torch._C._cuda_endAllocateToPool(before.device_index, self._pool)
+            raise
         return _Captured(graph, logits)
+
+
+@functools.cache
+def _capturing(device: int) -> torch.cuda.Stream:
+    """The stream on which passes are captured. Of another priority than any else of this process: torch has few streams of each, hands them out
+    in turn, and what another thread does on a stream that is captured would be captured with it."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def _at_a_time(sequences: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:

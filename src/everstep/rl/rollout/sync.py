@@ -17,7 +17,6 @@ With LoRA an engine gets the frozen weights once (``kind="base"``), and from the
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import json
 import logging
@@ -48,10 +47,11 @@ _OF_NUMBERS = frozenset({"tensor_size", "tensor_stride", "tensor_offset", "stora
 
 @dataclass(frozen=True)
 class _Window:
-    """``memory``: uint8, on the source's device. ``handle``: what another process of this machine needs to open it."""
+    """``memory``: uint8, on the source's device. ``handle``: what another process of this machine needs to open it. ``pool``: that it is of."""
 
     memory: Tensor
     handle: dict[str, Any]
+    pool: Any = None
 
 
 @dataclass
@@ -114,6 +114,8 @@ def send(
                 bucket.append((about | {"at": at}, piece))
                 used += _room(piece.numel())
         by_bytes = [engine for engine, end in ends.items() if not end.direct]
+        if by_bytes and whole.is_cuda:
+            torch.cuda.current_stream(whole.device).synchronize()  # on_host copies on a stream of its own
         each(by_bytes, _End.say, version, _text(about))
         for chunk in on_host({name: whole}) if by_bytes else ():
             each(by_bytes, _End.say, version, chunk)
@@ -201,16 +203,22 @@ def _take(end: _End) -> None:
         raise LinkBroken("the engine did not take what it was shown")
 
 
-@functools.cache
+_WINDOWS: dict[torch.device, _Window] = {}
+
+
 def _window(device: torch.device) -> _Window | None:
-    """This process's window on ``device``; None where memory cannot be shared."""
-    try:
-        memory = torch.empty(_WINDOW_BYTES, dtype=torch.uint8, device=device)
-        _, arguments = reductions.reduce_tensor(memory)
-        return _Window(memory, plain(arguments))
-    except RuntimeError as error:
-        LOG.warning("weights go through host memory: this device's memory cannot be shared (%s)", first_line(error))
-        return None
+    """This process's window on ``device``; None where memory cannot be shared, or there is none now."""
+    if device not in _WINDOWS:
+        try:
+            pool = torch.cuda.MemPool()  # a segment of its own: whoever opens it has all of a segment, and it stays for good
+            with torch.cuda.use_mem_pool(pool, device):
+                memory = torch.empty(_WINDOW_BYTES, dtype=torch.uint8, device=device)
+            _, arguments = reductions.reduce_tensor(memory)
+            _WINDOWS[device] = _Window(memory, plain(arguments), pool)
+        except RuntimeError as error:
+            LOG.warning("weights go through host memory: this device's memory cannot be shared (%s)", first_line(error))
+            return None
+    return _WINDOWS[device]
 
 
 def plain(arguments: Sequence[Any]) -> dict[str, Any]:
@@ -222,7 +230,9 @@ def plain(arguments: Sequence[Any]) -> dict[str, Any]:
 def rebuilding(said: Mapping[str, Any], dtype: torch.dtype, device: int) -> dict[str, Any]:
     """What :func:`plain` said as arguments again, in a process that knows the device by another number."""
     fixed = {"tensor_cls": Tensor, "storage_cls": torch.storage.TypedStorage, "dtype": dtype, "storage_device": device, "requires_grad": False}
-    return fixed | {name: bytes.fromhex(said[name]) for name in _OF_BYTES} | {name: said[name] for name in _OF_NUMBERS}
+    given = {name: bytes.fromhex(said[name]) for name in _OF_BYTES} | {name: said[name] for name in _OF_NUMBERS}
+    # Its event would be opened each time, and never closed; the source waits for its device before it says what the window shows.
+    return fixed | given | {"event_sync_required": False}
 
 
 def _opened(handle: Mapping[str, Any], device: torch.device) -> Tensor | None:
@@ -261,13 +271,13 @@ def serve(
     device: torch.device | None = None,
 ) -> dict[str, str]:
     """Send ``weights``, which are on ``device``, to every engine that joins its stream (engine -> stream). Returns engine -> why it did not get
-    all. Whoever does not come makes nobody miss ``timeout_s`` but itself."""
+    all. Whoever has not come in half of ``timeout_s`` makes nobody miss it but itself: the engines' clocks run since before ours."""
     missed, served = dict[str, str](), dict[str, HealStream]()
     ends = {engine: stream(name, store, timeout_s) for engine, name in streams.items()}
 
     def meet(engine: str) -> None:
         try:
-            served[engine] = ends[engine].serve(host)
+            served[engine] = ends[engine].serve(host, within_s=timeout_s / 2)
         except Exception as error:  # the end of a thread: whatever it is, this engine gets nothing, and the others do
             missed[engine] = str(error) if isinstance(error, EverstepError) else f"{type(error).__name__}: {error}"
 

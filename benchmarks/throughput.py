@@ -4,10 +4,11 @@
     python -m benchmarks.throughput --quick                          # a tiny model, also without a GPU: does it run
     python -m benchmarks.throughput --layout "1 rank" --only "without" --rounds 5
     python -m benchmarks.throughput --switch engine.recompute=full --only engine.recompute --profile build/kernels.txt
+    python -m benchmarks.throughput --against torchtitan --only torchtitan    # its step beside ours (benchmarks/rivals/torchtitan_step.py)
 
 One step is what a replica computes between two commits: forward and backward of all micro-batches, the gradient's norm and
 AdamW; the links between replicas are left out. Weights and tokens are random, every sequence is ``--tokens`` long, every
-token counts in the loss. Prints a table and writes build/throughput.json.
+token but the first counts in the loss. Prints a table and writes build/throughput.json.
 
 A switch is one setting changed against the base (bfloat16, engine.deterministic=false, everything else at its default). It is
 measured beside the base in the same processes, one step of each in turn, and its ratio is the median over the rounds of base
@@ -60,6 +61,7 @@ class Switch:
     engine: dict[str, Any] = field(default_factory=dict)
     micro_batch_size: int | None = None
     needs_gpu: bool = False
+    rival: str = ""  # another system, as fast as it lets itself be
 
 
 @dataclass(frozen=True)
@@ -166,9 +168,13 @@ class Trainer:
             self.engine.load_scalars(beside.engine.state_scalars())
             for name, view in self.engine.state().items():
                 view.copy_(theirs[name])
-        self.loss = LossSpec("everstep.rl.losses:sft_loss").build()
+        self._loss = LossSpec("everstep.rl.losses:sft_loss").build()
         self.batches = self._batches(case, switch.micro_batch_size or case.micro_batch_size, layout.position(rank).dp)
         self.resident = (torch.cuda.memory_allocated() if cuda else 0) - before
+        self.mean_loss = float("nan")  # of the last step
+
+    def close(self) -> None:
+        self.engine.close()
 
     def _batches(self, case: Case, size: int, dp: int) -> list[Any]:
         import torch
@@ -177,8 +183,10 @@ class Trainer:
 
         ids = torch.randint(0, self.engine.arch.vocab, (case.samples, case.tokens), generator=torch.Generator().manual_seed(dp))
         ones = torch.ones_like(ids)
+        counted = ones.float()
+        counted[:, 0] = 0.0  # nothing predicts it
         names = [f"{dp}/{i}" for i in range(case.samples)]
-        whole = TrainingBatch({"input_ids": ids, "attention_mask": ones, "loss_mask": ones.float()}, sample_ids=names)
+        whole = TrainingBatch({"input_ids": ids, "attention_mask": ones, "loss_mask": counted}, sample_ids=names)
         return [whole.slice(a, min(a + size, case.samples)) for a in range(0, case.samples, size)]
 
     def step(self) -> tuple[float, float, int]:
@@ -193,7 +201,7 @@ class Trainer:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        weight = float(self.engine.accumulate(self.batches, self.loss, [0] * len(self.batches))[0])
+        weight, total = self.engine.accumulate(self.batches, self._loss, [0] * len(self.batches))[:2].tolist()
         if cuda:
             torch.cuda.synchronize()
         computed = time.perf_counter()
@@ -201,7 +209,29 @@ class Trainer:
         self.engine.apply(self.engine.gradients(), min(1.0, 1.0 / norm) / weight, 1e-5)
         if cuda:
             torch.cuda.synchronize()
+        self.mean_loss = total / weight
         return time.perf_counter() - start, computed - start, torch.cuda.max_memory_allocated() if cuda else 0
+
+
+def beside(base: Trainer, case: Case, switch: Switch, rank: int) -> Any:
+    """A :class:`Trainer`, or a rival's, with the weights of ``base`` now, which has made the step that compiles its kernels. Raises ValueError
+    if the rival does not compute the same loss."""
+    if not switch.rival:
+        trainer = Trainer(case, switch, rank, base.device, base)
+        trainer.step()
+        return trainer
+    from transformers import AutoConfig
+
+    from benchmarks.rivals.torchtitan_step import SAME_LOSS, TitanTrainer
+
+    layout, weights = layout_of(case.layout), dict(base.engine.export_hf())
+    shape = AutoConfig.from_pretrained(case.shape)
+    titan = TitanTrainer(shape, weights, base.batches, layout, base.device, compiled=base.device.type == "cuda")
+    titan.step()
+    base.step()
+    if not abs(titan.mean_loss / base.mean_loss - 1.0) < SAME_LOSS:
+        raise ValueError(f"{switch.rival} computes another loss from the same weights and tokens: {titan.mean_loss:.4f}, everstep {base.mean_loss:.4f}")
+    return titan
 
 
 def worker(rank: int, port: int, case: Case, results: Any) -> None:
@@ -225,10 +255,10 @@ def worker(rank: int, port: int, case: Case, results: Any) -> None:
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=layout.ranks_per_replica, timeout=timeout)
     card = torch.cuda.get_device_name(device) if cuda else "CPU"
 
-    def row(name: str, steps: list[tuple[float, float, int]], other: int, trainer: Trainer, ratio: float | None) -> Row:
+    def row(name: str, steps: list[tuple[float, float, int]], other: int, ratio: float | None) -> Row:
         seconds = statistics.median(step[0] for step in steps)
         tokens = case.samples * layout.dp * case.tokens / layout.ranks_per_replica / seconds
-        flop = flop_per_token(trainer.engine.arch, case.tokens)
+        flop = flop_per_token(base.engine.arch, case.tokens)
         peak = peak_flops(card)
         used = torch.tensor(float(max(step[2] for step in steps) - other), device=device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX)
@@ -246,20 +276,19 @@ def worker(rank: int, port: int, case: Case, results: Any) -> None:
     if case.profile:
         profiled(base, Path(case.profile), rank)
     base_steps = [base.step() for _ in range(case.rounds)]
-    report(row("base", base_steps, 0, base, None))
+    report(row("base", base_steps, 0, None))
     for switch in case.switches:
         # A failure, all of whose reasons are the same on every rank, costs its row alone.
         try:
-            trainer = Trainer(case, switch, rank, device, base)
-            trainer.step()
+            trainer = beside(base, case, switch, rank)
             pairs = [(base.step(), trainer.step()) for _ in range(case.rounds)]
         except (torch.OutOfMemoryError, ValueError) as error:
             report(Row(case.name, switch.name, layout.ranks_per_replica, problem=str(error).splitlines()[0][:150]))
         else:
             ratio = statistics.median(ours[0] / its[0] for ours, its in pairs)
-            report(row(switch.name, [its for _, its in pairs], base.resident, trainer, ratio))
+            report(row(switch.name, [its for _, its in pairs], base.resident, ratio))
         if "trainer" in locals():
-            trainer.engine.close()
+            trainer.close()
             del trainer
     if rank == 0:
         results.put(None)
@@ -323,7 +352,7 @@ def measure(case: Case) -> list[Row]:
 
 
 def cases(chosen: argparse.Namespace, devices: int, cuda: bool) -> list[Case]:
-    switches = [*SWITCHES, *(parsed(text) for text in chosen.switch)]
+    switches = [*SWITCHES, *(parsed(text) for text in chosen.switch), *(Switch(name, rival=name) for name in chosen.against)]
     mine = [
         s for s in switches
         if chosen.only in s.name and (cuda or not s.needs_gpu) and s.micro_batch_size != chosen.micro_batch_size
@@ -373,6 +402,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layout", action="append", default=[], help="only this layout, by its name; can be repeated")
     parser.add_argument("--only", default="", help="switches whose name contains this; `-` for none")
     parser.add_argument("--switch", action="append", default=[], help="one more switch, engine.KEY=VALUE; can be repeated")
+    parser.add_argument("--against", action="append", default=[], choices=("torchtitan",), help="also another system's step; it must be installed")
     parser.add_argument("--profile", type=Path, help="also write the times of the base's kernels there")
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "throughput.json", help="where the numbers go")
     chosen = parser.parse_args(arguments)
@@ -388,7 +418,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     todo = cases(chosen, devices, cuda)
     if not todo:
         parser.error(f"no layout of {chosen.layout or [name for name, _, _ in LAYOUTS]} fits {devices} devices")
-    about = circumstances("throughput", arguments, ("triton",)) | {
+    about = circumstances("throughput", arguments, ("triton", *chosen.against)) | {
         "model": chosen.shape.name, "tokens": str(chosen.tokens), "samples per data-parallel rank": str(chosen.samples),
         "micro-batch size": str(chosen.micro_batch_size), "rounds": str(chosen.rounds),
     }  # fmt: skip

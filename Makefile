@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { echo $$p; break; }; done)
 
 ifeq ($(strip $(PYTHON)),)
-$(error everstep needs Python 3.11 or newer on the PATH; install it, or say where it is: make PYTHON=/path/to/python3)
+$(error everstep needs Python 3.11 to 3.13 on the PATH; install it, or say where it is: make PYTHON=/path/to/python3)
 endif
 
 ifeq ($(strip $(VENV)),)

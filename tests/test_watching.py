@@ -386,7 +386,7 @@ def test_a_flipped_bit_a_hung_collective_and_a_jump_are_each_told_with_culprit_a
     assert corrupt["worker"] == "w2" and "corruption" in corrupt["cause"]
     (fault,) = run.kind("fault")
     assert hung["worker"] == fault["worker"] == "w1" and hung["cause"].startswith("no progress: step 14, reduce")
-    assert 1.9 < seconds_between(fault, hung) < 6.0, "its peers wait in the collective; it is the one that never came"
+    assert 1.9 < seconds_between(fault, hung) < 20.0, "its peers wait in the collective; it is the one that never came"
     assert {e["replica"]: e["failure_class"] for e in run.kind("failure")} == {2: "gpu", 1: "software"}
     (spike,) = run.kind("spike")
     assert (spike.step, spike["metric"]) == (20, "train/grad_norm") and spike["value"] > 10 * spike["usual"]

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--venv", type=Path)
     venv: Path | None = parser.parse_args().venv
     if sys.version_info < (3, 11):  # noqa: UP036 - this is what tells so
-        sys.exit(f"everstep needs Python 3.11 or newer, {sys.executable} is {sys.version.split()[0]}")
+        sys.exit(f"everstep needs Python 3.11 to 3.13, {sys.executable} is {sys.version.split()[0]}")
     if venv is not None:
         create(venv)
     else:

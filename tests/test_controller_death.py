@@ -207,6 +207,25 @@ def test_a_rank_that_dies_with_its_controller_is_replaced_by_a_spare(model, tmp_
     assert gone(done.pids)
 
 
+def while_a_process_is_started_in_the_place_of_a_dead_one(step: int) -> None:
+    from everstep.cluster.crew import Crew
+
+    Crew.start_in_place_of = lambda self, worker: die()  # type: ignore[assignment, method-assign, misc, return-value]
+
+
+def test_a_replica_that_was_out_already_is_formed_once_by_the_next_controller(model, tmp_path):
+    """Its death is in the log, and its place is empty: the next controller hears of it twice, fills the place and forms the replica."""
+    conf = config(SFT, tmp_path / "run", *BASE, *GRACE, f"model.path={model}", "layout.replicas=2", "layout.spares=0", "sft.steps=60",
+                  "recovery.restart_attempts=3", "faults=[{step: 2, phase: compute, kind: kill, replica: 1}]")
+    done = take_over(conf, while_a_process_is_started_in_the_place_of_a_dead_one)
+    assert_invariants(done, steps=60)
+    (takeover,), (death,) = done.kind("takeover"), done.kind("death")
+    assert takeover["members"] == [0] and death["worker"] == "w1" and death.t_wall < takeover.t_wall
+    assert done.kind("commit")[-1]["members"] == [0, 1]
+    assert [e["build"] for e in done.kind("form") if e["replica"] == 1] == [0, 1]
+    assert by_position(done, 2) == undisturbed(model, "", "sft.steps=60")
+
+
 def test_a_commit_that_only_a_rank_remembers_stands(model, tmp_path):
     """The machine lost the tail of the record; the ranks, who applied the step, did not."""
     conf = config(SFT, tmp_path / "run", *BASE, *GRACE, f"model.path={model}", "layout.replicas=2", "layout.spares=0")

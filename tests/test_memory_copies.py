@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.support.processes import run_ranks
 from tests.support.runs import SFT, config, finish, gone
+from tests.support.strikes import Strike, Strikes
 from tests.test_exact import BASE, SHAPES, STEP, STEPS, by_position, undisturbed
 from tests.test_faults import assert_invariants
 
@@ -177,6 +178,19 @@ def test_two_replicas_lost_at_once_come_back_from_copies(model, tmp_path):
     assert_invariants(run, steps=40)
     assert len(run.kind("rollback")) == 1 and len(run.kind("commit")[-1]["members"]) == 2
     assert by_position(run, 2) == undisturbed(model, "", "sft.steps=40")
+
+
+def test_a_replica_that_waits_to_enter_goes_back_to_the_copy_if_nobody_is_left_to_heal_it(model, tmp_path):
+    """Replica 1 has been formed anew, and its link is being built, when the only one that holds the state dies; nobody takes its place."""
+    strike = Strike("link_build", "0/0", lambda e: "1b1" in e["link"])
+    with Strikes(tmp_path / "run", [strike]) as strikes:
+        run = finish(config(SFT, tmp_path / "run", *BASE, f"model.path={model}", "layout.replicas=2", "layout.spares=1", "sft.steps=20",
+                            "recovery.restart_attempts=0", "recovery.memory_checkpoint_every=3", f"faults=[{fault('compute', 0, replica=1)}]"), host=ForkedHost)
+    assert len(strikes.done) == 1
+    assert_invariants(run, steps=20)
+    assert len(run.kind("rollback")) == 1 and run.kind("commit")[-1]["members"] == [1]
+    assert by_position(run, 1) == undisturbed(model, "", "sft.steps=20")
+    assert gone(run.pids)
 
 
 @pytest.mark.full

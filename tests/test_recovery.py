@@ -138,6 +138,17 @@ def test_a_process_that_comes_up_may_be_silent_for_longer_than_one_that_takes_pa
     server.close()
 
 
+def test_a_spare_that_got_a_place_before_it_could_leave_is_missed_there(tmp_path):
+    server, members = serve(tmp_path)
+    connect(server, "w0"), connect(server, "w1"), connect(server, "w2")
+    server.open(members)
+    server.retire("w2", "planned leave")
+    assert server.coordinator.view.replicas == (0, 1), "nobody misses a spare"
+    server.retire("w1", "planned leave")
+    assert server.coordinator.view.replicas == (0,)
+    server.close()
+
+
 def test_nonsense_on_the_channel_ends_the_run(tmp_path):
     server, members = serve(tmp_path)
     control = connect(server, "w0")
@@ -205,6 +216,7 @@ class Launcher:
         self.formed: list[list[str]] = []
         self.announced: list[Member] = []
         self.confirmed: list[str] = []
+        self.replaced: list[str] = []
         self._fails = fails or []
         self.hold = threading.Event()
         self.hold.set()
@@ -227,7 +239,10 @@ class Launcher:
 
     def retire(self, worker): ...
 
-    def replace(self, worker): ...
+    def replace(self, worker):
+        self.replaced.append(worker)
+
+    def settle(self): ...
 
     def node(self, worker):
         return self.nodes.get(worker, "A")
@@ -260,6 +275,34 @@ def test_a_spare_that_dies_while_a_replica_forms_costs_that_spare_alone():
     assert until(lambda: not r.hopeful(["1a"]))
     assert launcher.formed == [["s1", "1b"], ["s2", "1b"]]
     assert launcher.announced == [Member(1, 2, ("s2", "1b"))] and launcher.confirmed == ["1a", "s1"]
+    r.close()
+
+
+@pytest.mark.parametrize("spares", [["s1"], []])
+@pytest.mark.parametrize("first", ["died", "adopted"])
+def test_a_replica_is_formed_once_whoever_says_that_it_is_broken(spares, first):
+    """After a takeover a death is told twice: by who was dead, and by which replicas are out. And the place is filled again."""
+    launcher = Launcher()
+    r = repair(launcher, spares)
+    told = [lambda: r.worker_died("1a"), lambda: r.adopt({"1a"}, [Member(1, 0, ("1a", "1b"))])]
+    for tell in told if first == "died" else reversed(told):
+        tell()
+        assert until(lambda: not r.hopeful(["1a"]))
+    if not spares:
+        assert launcher.announced == []
+        r.spare_is_ready("s1")
+    assert until(lambda: bool(launcher.announced) and not r.hopeful(["1a"]))
+    assert launcher.announced == [Member(1, 1, ("s1", "1b"))] and launcher.formed == [["s1", "1b"]]
+    assert launcher.replaced == ["1a"] and launcher.confirmed == ["1a"]
+    r.close()
+
+
+def test_a_replica_that_is_stranded_is_formed_anew_of_the_same_ranks():
+    launcher = Launcher()
+    r = repair(launcher, ["s1"])
+    r.adopt(set(), [Member(1, 0, ("1a", "1b"))])
+    assert until(lambda: not r.hopeful([]))
+    assert launcher.announced == [Member(1, 1, ("1a", "1b"))] and r.spares == ["s1"] and launcher.replaced == []
     r.close()
 
 

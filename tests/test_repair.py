@@ -486,6 +486,33 @@ def test_processes_that_die_young_in_one_place_are_a_crash_loop_and_useful_ones_
     assert settled(refill) and len(useful.starts) == 6
 
 
+def ends_as_it_comes_up() -> None:
+    """A process that is started later connects, and ends before it is ready."""
+    from everstep.cluster.worker import Worker
+
+    made = Worker.__init__
+
+    def dying(self, config, worker_id, *args, **kwargs):
+        if int(worker_id[1:]) >= 3:
+            time.sleep(0.2)  # heard of
+            os._exit(7)
+        made(self, config, worker_id, *args, **kwargs)
+
+    Worker.__init__ = dying  # type: ignore[method-assign]
+
+
+def test_a_process_that_dies_of_its_start_counts_against_its_place_alone(model, tmp_path):
+    """It is not another death to be repaired: so many tries and no more, and then the run is below its minimum, and ends."""
+    conf = config(SFT, tmp_path / "run", *BASE, "sft.steps=4000", "layout.replicas=3", "layout.spares=0", path_of(model, ""), "recovery.restart_attempts=3",
+                  "recovery.restart_backoff_s=0.1", "recovery.min_replicas=3", f"faults=[{kill(4, 'compute', 1)}]")
+    with pytest.raises(BelowMinimum, match="recovery.min_replicas=3"):
+        finish(conf, host=lambda settings: ForkedHost(settings, prepare=ends_as_it_comes_up))
+    told = read_events(tmp_path / "run" / "events")
+    starts = {e.who for e in told if e.event == "process_start"}
+    assert [e["attempt"] for e in told if e.event == "restart"] == [1, 2, 3] and len(starts) <= 6
+    assert [e["error"] for e in told if e.event == "error" and e.who == "lead"].count("RestartsGivenUp") == 1
+
+
 def test_with_no_attempts_nothing_is_started():
     starter = Starter(fails=0)
     Refill(starter, attempts=0, backoff_s=0.01).replace("w1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +43,8 @@ class Crew:
         self._repair: Repair | None = None
         self.admission = Admission(config.watch, host, self.note)
         self._numbers = itertools.count()
+        self._starting = threading.Lock()
+        self._strangers: set[str] = set()  # processes that are being started, or never became a spare: whoever starts them buries them
         self._store: dist.Store | None = None
         self._held_since: float | None = None  # fewer members than recovery.min_replicas, by what was seen last
         self._closed = False
@@ -66,8 +69,8 @@ class Crew:
     def is_open(self) -> bool:
         return self._repair is not None
 
-    def adopt(self, gone: set[str], broken: list[int]) -> None:
-        """Workers that are known to be gone, and replicas that must be formed anew although nobody was told of a death."""
+    def adopt(self, gone: set[str], broken: list[Member]) -> None:
+        """Workers that are known to be gone, and replicas that must be formed anew although nobody was told of a death (their lives)."""
         if self._repair and (gone or broken):
             self._repair.adopt(gone, broken)
 
@@ -84,7 +87,9 @@ class Crew:
             self._repair.close()
 
     def died(self, worker: str) -> None:
-        if self._repair and not self._is_engine(worker):
+        with self._starting:
+            known = worker not in self._strangers
+        if known and self._repair and not self._is_engine(worker):
             self._repair.worker_died(worker)
 
     @property
@@ -115,7 +120,7 @@ class Crew:
 
     def _repairs(self) -> bool:
         """Whether a repair is under way, or will be."""
-        return self._repair is not None and self._repair.hopeful([w for w in self._server().dead if not self._is_engine(w)])
+        return self._repair is not None and self._repair.hopeful([w for w in self._server().dead if w not in self._strangers and not self._is_engine(w)])
 
     # -- what repair needs (everstep.cluster.repair.Processes) ---------------------------------------------------------------------
 
@@ -139,6 +144,13 @@ class Crew:
             self.on_lost(member)
         else:
             self._server().joiner(member)
+
+    def settle(self) -> None:
+        """Nobody that lives holds the committed state, and a replica was formed before that, to heal: it goes back to a copy like one that is
+        formed after it. It did not begin the step that the others died in, so its ranks are free to."""
+        coordinator = self._server().coordinator
+        if coordinator.state is State.LOST and (waiting := list(coordinator.waiting)):
+            self.on_lost(waiting[0])
 
     def retire(self, worker: str) -> None:
         self._server().retire(worker, "planned leave")
@@ -193,16 +205,21 @@ class Crew:
             raise WorkerFailed(f"the device of {worker} is in quarantine")
         name = f"w{next(self._numbers)}"
         nodes = [info.node_id for info in self.living().values()]
+        with self._starting:
+            self._strangers.add(name)
         try:
             self._host.add(self._spec(name), worker, {*self.leaving.nodes, *self.admission.avoid(worker, nodes)})
-        except NoRoom:
-            self.admission.found_no_room(worker)
-            raise
-        self.on_start()
-        try:
+            self.on_start()
             self.admission.admit(name, worker, self.idle_spares())
-        except EverstepError as error:
-            self._server().retire(name, f"refused: {error}")
+            with self._starting:
+                if name in (dead := self._server().dead):
+                    raise WorkerFailed(f"{name} did not live until it was a spare: {dead[name]}")
+                self._strangers.discard(name)
+        except BaseException as error:  # it may be connected: it must be nothing to anybody any more
+            if isinstance(error, NoRoom):
+                self.admission.found_no_room(worker)
+            if self._server().connected(name):
+                self._server().retire(name, f"refused: {error}")
             self._host.end(name)
             raise
         return name

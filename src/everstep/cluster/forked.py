@@ -202,7 +202,7 @@ class ForkedHost:
     def handle(self) -> dict[str, Any]:
         if self._key is None or self._bridge:
             return {}
-        return {"kind": "forked", "key": self._key.hex(), "pids": {worker: child.pid for worker, child in self._children.items()}}
+        return {"kind": "forked", "key": self._key.hex(), "pids": {worker: child.pid for worker, child in dict(self._children).items()}}
 
     def attach(self, handle: Mapping[str, Any]) -> None:
         if handle.get("kind") != "forked":

@@ -91,7 +91,7 @@ class Leaving:
         if not causes:
             return
         idle = [w for w in causes if self._roster.place(w)[0] < 0]
-        if idle:
+        if idle and not self._roster.is_busy():  # a repair may be about to give one of them a place
             self._go(idle)
         for replica in sorted({self._roster.place(w)[0] for w in causes} - {-1}):
             ours = [w for w in causes if self._roster.place(w)[0] == replica]

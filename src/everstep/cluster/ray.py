@@ -112,8 +112,8 @@ class RayHost:
     def handle(self) -> dict[str, Any]:
         if not self._apart:
             return {}
-        infos = {worker: [info.pid, info.host, info.node_id] for worker, info in self.infos.items()}
-        return self._apart.handle() | {"group": self._group.id.hex(), "workers": infos, "bundles": self._bundles}
+        infos = {worker: [info.pid, info.host, info.node_id] for worker, info in dict(self.infos).items()}
+        return self._apart.handle() | {"group": self._group.id.hex(), "workers": infos, "bundles": dict(self._bundles)}
 
     def attach(self, handle: Mapping[str, Any]) -> None:
         assert self._apart is not None

@@ -76,9 +76,10 @@ class Refill:
         self._closed.set()
 
     def _fill(self, dead: str, place: _Place) -> None:
+        no_room = 0.0  # seconds to wait because there was none
         try:
             while place.tries < self._attempts:
-                delay = min(LONGEST_DELAY_S, self._backoff_s * 2 ** (place.tries - 1)) if place.tries else 0.0
+                delay = max(no_room, min(LONGEST_DELAY_S, self._backoff_s * 2 ** (place.tries - 1)) if place.tries else 0.0)
                 if self._closed.wait(delay):
                     return
                 place.tries += 1
@@ -87,6 +88,7 @@ class Refill:
                     worker = self._starter.start_in_place_of(dead)
                 except NoRoom:  # for how long there is none is nobody's fault
                     place.tries -= 1
+                    no_room = self._backoff_s
                     continue
                 except EverstepError as error:
                     if not self._closed.is_set():

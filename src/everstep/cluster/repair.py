@@ -45,6 +45,9 @@ class Processes(Protocol):
     def node(self, worker: str) -> str:
         """On which node a worker is, or was."""
 
+    def settle(self) -> None:
+        """What happened by now is dealt with, as far as there are spares."""
+
     def note(self, event: str, **fields: Any) -> None: ...
 
 
@@ -56,7 +59,7 @@ class Repair:
         self._dead: set[str] = set()
         self._broken: list[int] = []        # replicas out of the view, waiting for spares
         self._released: set[int] = set()    # broken ones whose living ranks became spares: every place is vacant
-        self._queue: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()  # (what happened, to whom)
+        self._queue: queue.SimpleQueue[tuple[str, str | Member] | None] = queue.SimpleQueue()  # (what happened, to whom)
         self._handled: set[str] = set()     # deaths that are done with: repaired, or no spare was left
         self._lock = threading.Lock()
         self._open = 0                      # of what was told, not dealt with yet
@@ -65,13 +68,13 @@ class Repair:
         self._thread = threading.Thread(target=self._loop, name="repair", daemon=True)
         self._thread.start()
 
-    def adopt(self, gone: set[str], broken: list[int]) -> None:
-        """Workers that are known to be gone (after a takeover), and replicas that must be formed anew."""
-        self._dead |= gone
-        self._broken += broken
-        self._tell("look", "")
+    def adopt(self, gone: set[str], broken: list[Member]) -> None:
+        """Workers that are known to be gone (after a takeover), and replicas that must be formed anew unless they have been since, by the lives
+        that they had."""
         for worker in sorted(gone):
             self._tell("died", worker)
+        for member in broken:
+            self._tell("broken", member)
 
     def worker_died(self, worker: str) -> None:
         self._tell("died", worker)
@@ -84,10 +87,10 @@ class Repair:
         """A living worker, a spare or of a replica that is out of the view, is to be replaced."""
         self._tell("leaves", worker)
 
-    def _tell(self, what: str, worker: str) -> None:
+    def _tell(self, what: str, whom: str | Member) -> None:
         with self._lock:
             self._open += 1
-        self._queue.put((what, worker))
+        self._queue.put((what, whom))
 
     def place(self, worker: str) -> tuple[int, int]:
         """(replica, rank) of a worker; (-1, -1) for a spare."""
@@ -109,29 +112,30 @@ class Repair:
     def _loop(self) -> None:
         while (first := self._queue.get()) is not None and not self._closed:
             happened = [first, *self._more()]
-            dead = {worker for what, worker in happened if what in ("died", "leaves")}
-            leaving = {worker for what, worker in happened if what == "leaves"}
+            of = lambda *kinds: [whom for what, whom in happened if what in kinds and isinstance(whom, str)]  # noqa: B023 - used in this turn
+            dead, leaving = set(of("died", "leaves")), set(of("leaves"))
             try:
-                self._handle(dead, leaving, [worker for what, worker in happened if what == "ready"])
+                self._handle(dead, leaving, of("ready"), [whom for _, whom in happened if isinstance(whom, Member)])
+                self._processes.settle()
             except EverstepError as error:
                 self.failure = self.failure or error  # told to the recipe at its next call; survivors train on until then
             except Exception as error:  # the end of a thread: no death would be repaired any more
-                names = ", ".join(sorted(worker for _, worker in happened))
+                names = ", ".join(sorted(str(whom) for _, whom in happened))
                 self.failure = self.failure or WorkerFailed(f"repair after what happened to {names} failed: {type(error).__name__}: {error}")
             finally:
                 with self._lock:
                     self._handled |= dead
                     self._open -= len(happened)
 
-    def _more(self) -> list[tuple[str, str]]:
+    def _more(self) -> list[tuple[str, str | Member]]:
         """What happened besides by now: of the ranks of a lost node, for one, all are replaced in one go."""
-        more: list[tuple[str, str]] = []
+        more: list[tuple[str, str | Member]] = []
         with contextlib.suppress(queue.Empty):
             while (next_one := self._queue.get_nowait()) is not None:
                 more.append(next_one)
         return more
 
-    def _handle(self, dead: set[str], leaving: set[str], ready: list[str]) -> None:
+    def _handle(self, dead: set[str], leaving: set[str], ready: list[str], broken: list[Member]) -> None:
         buried = sorted(dead - self._dead)
         for worker in buried:
             (self._processes.retire if worker in leaving else self._processes.confirm_dead)(worker)
@@ -140,9 +144,12 @@ class Repair:
             if worker not in self._dead:
                 self.spares.append(worker)
                 self._processes.note("spare_ready", spares=len(self.spares))
-        for broken in list(self._broken):
-            if self._rebuild(broken):
-                self._broken.remove(broken)
+        for member in broken:
+            if member.replica not in self._broken and self._members[member.replica].build == member.build:
+                self._broken.append(member.replica)
+        for replica in list(self._broken):
+            if self._rebuild(replica):
+                self._broken.remove(replica)
         for worker in buried:  # last: a start takes processor time from the replicas that form
             self._processes.replace(worker)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ from everstep.recovery.view import Member
 
 if TYPE_CHECKING:
     from everstep.cluster.controller import Controller
+
+_ANNOUNCING = threading.Lock()
 
 
 def take_over(controller: Controller, log: CommitLog) -> None:
@@ -46,9 +49,9 @@ def go_back(controller: Controller, member: Member) -> None:
     coordinator = controller.server.coordinator
     if back := controller._rollback.restore(member, coordinator.committed):
         controller.recipe_state, controller._went_back = back.state, RolledBack(back.step, back.cause)
-        stranded = coordinator.view.healing - {member.replica}
+        stranded = [m for m in coordinator.view.members if m.replica in coordinator.view.healing and m.replica != member.replica]
         controller.server.rollback(back.step, [member], back.cause, back.state)
-        controller._crew.adopt(set(), sorted(stranded))
+        controller._crew.adopt(set(), stranded)
 
 
 def save_interrupted(controller: Controller, saved_step: int) -> Path | None:
@@ -66,6 +69,7 @@ def save_interrupted(controller: Controller, saved_step: int) -> Path | None:
 def announce(controller: Controller, incarnation: int) -> None:
     """Workers that outlive their controller must find the next one."""
     assert controller._store is not None
-    if handle := controller._host.handle():
-        at = controller._coordinator_address, (controller._host.address, controller._store.port)
-        rendezvous.announce(controller._run_dir.path, rendezvous.Announcement(incarnation, *at, controller._token, os.getpid(), handle))
+    with _ANNOUNCING:  # else who began earlier could replace what names more workers
+        if handle := controller._host.handle():
+            at = controller._coordinator_address, (controller._host.address, controller._store.port)
+            rendezvous.announce(controller._run_dir.path, rendezvous.Announcement(incarnation, *at, controller._token, os.getpid(), handle))

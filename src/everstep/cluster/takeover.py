@@ -67,9 +67,10 @@ class Decision:
     state: dict[str, Any] | None  # the recipe's, after the last committed step
 
     @property
-    def broken(self) -> list[int]:
+    def broken(self) -> list[Member]:
+        """The lives of the replicas that do not go on."""
         kept = {m.replica for m in self.members}
-        return sorted(replica for replica in self.lives if replica not in kept)
+        return [life for replica, life in sorted(self.lives.items()) if replica not in kept]
 
 
 def decide(past: Past, told: Mapping[str, Told], run_dir: Path) -> Decision:
@@ -150,7 +151,11 @@ class Adopting:
         end = time.monotonic() + self._config.recovery.silence_s
         while workers - set(server.told) - set(self.died) and time.monotonic() < end:
             time.sleep(_POLL_S)
-        self.told = {worker: Told.parse(said) for worker, said in sorted(server.told.items()) if worker not in self.died}
+        # Without those that the dead controller had started and could not write down any more: nobody can reach their processes.
+        strangers = sorted(set(server.told) - set(self._host.infos))
+        for worker in strangers:
+            server.retire(worker, "its controller died before it was known")
+        self.told = {w: Told.parse(said) for w, said in sorted(server.told.items()) if w not in self.died and w not in strangers}
         decided = decide(past, self.told, self._run_dir.path)
         if decided.state is None:
             raise BadInput(

@@ -175,6 +175,7 @@ class Coordinator:
         if self.state is not State.LOST or step > self.committed:
             raise InvariantViolated(f"cannot roll back from step {self.committed} to {step} while {self.state}")
         self.committed = self.begun = step
+        self.waiting = [m for m in self.waiting if m not in members]
         self._mismatches = self._link_failures = 0
         self._nonfinite.clear()
         self.reruns.clear()

@@ -151,7 +151,7 @@ class Desk:
             return self.coordinator.view.member(replica) is None
 
     def retire(self, worker: str, cause: str) -> None:
-        """A worker that belongs to no member leaves for good; that is no death."""
+        """A worker that belongs to no member leaves for good; that is no death. One that became a member since that was decided is missed there."""
         with self._changed:
             if worker in self.dead or self._closed:
                 return
@@ -159,6 +159,7 @@ class Desk:
             session = self._sessions.pop(worker, None)
         replica, rank = self._listener.place(worker)
         self._events.emit("retire", replica=replica, rank=rank, worker=worker, cause=cause)
+        self._event(lambda: self.coordinator.death(worker, cause))
         if session:
             session.close()
 

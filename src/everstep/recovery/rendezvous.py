@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ class Announcement:
 
 def announce(folder: Path, announcement: Announcement) -> None:
     """Replace the file of this run, atomically."""
-    temporary = folder / f".{FILE}.{os.getpid()}"
+    temporary = folder / f".{FILE}.{os.getpid()}.{threading.get_ident()}"  # threads that start processes announce them at once
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         json.dump(asdict(announcement), file)
         file.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import mmap
 import os
@@ -27,6 +28,7 @@ from everstep.cluster.copies import choose_buddies
 from everstep.cluster.forked import ForkedHost
 from everstep.config.check import check_plan
 from everstep.errors import BadInput, ConfigError, InvariantViolated, NotEnoughReplicas
+from everstep.recovery.view import Epoch, Kind, Member, Record, View
 from everstep.telemetry.events import EventLog, read_events
 
 pytestmark = [pytest.mark.timeout(200)]
@@ -178,6 +180,34 @@ def test_two_replicas_lost_at_once_come_back_from_copies(model, tmp_path):
     assert_invariants(run, steps=40)
     assert len(run.kind("rollback")) == 1 and len(run.kind("commit")[-1]["members"]) == 2
     assert by_position(run, 2) == undisturbed(model, "", "sft.steps=40")
+
+
+def test_a_state_of_steps_that_were_taken_back_is_none():
+    """What a rank kept of a broken replica, and what one holds that is out of the view: by the version alone they would pass for steps made anew."""
+    from everstep.cluster.rank_state import Kept
+    from everstep.cluster.worker import Worker
+    from everstep.layout import Position
+
+    view = View(Epoch(1, 9), (Member(0, 1, ("w4",)),), (), 6, "l")
+    back, later = Record(30, Kind.ROLLBACK, view, step=6), Record(31, Kind.COMMIT, dataclasses.replace(view, committed=7), step=7)
+    kept = lambda version: Kept(Position(), {}, {}, version)
+    rank = lambda **what: SimpleNamespace(**{"worker_id": "w1", "_kept": None, "_state": None, "_void": None, "_rollbacks": 0} | what)
+
+    def hears(told, *records):
+        for record in records:
+            Worker._forget_what_is_void(told, record)
+        return told
+
+    assert hears(rank(_kept=kept(7)), back, later)._kept is None
+    assert hears(rank(_kept=kept(6)), back, later)._kept.version == 6, "that step stands"
+    for version, void in ((7, True), (None, True), (6, False)):
+        state = SimpleNamespace(version=version)
+        told = hears(rank(_state=state), back, later)
+        assert (told._void is state) == void and told._rollbacks == 1
+    state = SimpleNamespace(version=6)
+    assert hears(rank(worker_id="w4", _state=state), back)._void is None, "a member of what goes on"
+    state = SimpleNamespace(version=7)
+    assert hears(rank(_state=state), dataclasses.replace(back, kind=Kind.VIEW))._void is state, "the rollback itself was told before its controller died"
 
 
 def test_a_replica_that_waits_to_enter_goes_back_to_the_copy_if_nobody_is_left_to_heal_it(model, tmp_path):

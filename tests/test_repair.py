@@ -505,7 +505,7 @@ def test_a_process_that_dies_of_its_start_counts_against_its_place_alone(model, 
     """It is not another death to be repaired: so many tries and no more, and then the run is below its minimum, and ends."""
     conf = config(SFT, tmp_path / "run", *BASE, "sft.steps=4000", "layout.replicas=3", "layout.spares=0", path_of(model, ""), "recovery.restart_attempts=3",
                   "recovery.restart_backoff_s=0.1", "recovery.min_replicas=3", f"faults=[{kill(4, 'compute', 1)}]")
-    with pytest.raises(BelowMinimum, match="recovery.min_replicas=3"):
+    with pytest.raises(BelowMinimum, match=r"recovery\.min_replicas=3"):
         finish(conf, host=lambda settings: ForkedHost(settings, prepare=ends_as_it_comes_up))
     told = read_events(tmp_path / "run" / "events")
     starts = {e.who for e in told if e.event == "process_start"}

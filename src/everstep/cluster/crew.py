@@ -18,7 +18,7 @@ from everstep.cluster.leaving import Leaving
 from everstep.cluster.refill import Refill
 from everstep.cluster.repair import Repair
 from everstep.config.schema import Config
-from everstep.errors import EverstepError, WorkerFailed
+from everstep.errors import WorkerFailed
 from everstep.recovery.coordinator import State
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.view import Member

@@ -45,7 +45,7 @@ def describe(worker: Worker, incarnation: int) -> dict[str, Any]:
     holds = transaction.holds if transaction else None  # before the version: it is given up once that one is set
     return {
         "place": [formation.replica, formation.rank, formation.build] if formation and state else None,
-        "version": state.version if state else None,
+        "version": state.version if state and state is not worker._void else None,
         "holds": [holds[0], *holds[1].key] if holds else None,
         "reference": worker._has_reference,
         "calls": worker.calls.tell(incarnation),

@@ -17,7 +17,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -92,6 +91,8 @@ class Worker:
         self.config, self.worker_id, self.device, self.control, self.events = config, worker_id, device, control, events
         self.store = RunStore(store_address, config.recovery.link_timeout_s, comes_back=config.replica.id is not None)
         self._has_reference = False
+        self._rollbacks = 0  # that this process has heard of
+        self._void: WholeState | Island | None = None  # a state of steps that were taken back
         self._source = source.resolve(config.model)
         self._critic_source = source.resolve(derive.critic(config).model) if config.recipe == "ppo" else None
         self._tokenizer: Any = None
@@ -177,7 +178,7 @@ class Worker:
             time.sleep(0.005)
 
     def _enter(self, formation: Formation) -> None:
-        self._formation = formation
+        self._formation, rollbacks = formation, self._rollbacks
         kept, self._kept = self._kept, None
         if kept and (kept.position != self.position or kept.scalars["has_reference"] != formation.reference):
             kept = None  # it is now another rank, or lacks the reference model: it heals whole
@@ -219,7 +220,7 @@ class Worker:
             self._state.load_scalars(kept.scalars)
             for name, tensor in self._state.tensors(frozen=True).items():
                 tensor.copy_(kept.tensors[name])
-            self._state.version = kept.version
+            self._state.version = kept.version if self._rollbacks == rollbacks else None  # it may be void since
         replica, rank, recovery, control = formation.replica, formation.rank, self.config.recovery, self.control
         build: Callable[[str, Any], Link] = lambda name, replicas: Link(
             name, replicas, replica, rank, self.store.open(), self.device, recovery.link_timeout_s
@@ -260,7 +261,7 @@ class Worker:
             transaction.close()
         if state is None or formation is None:
             return
-        if state.version is not None and not state.island:  # an island's ranks all begin where one other island is
+        if state.version is not None and state is not self._void and not state.island:  # an island's ranks all begin where one other island is
             self._kept = Kept(self.layout.position(formation.rank), state.tensors(frozen=True), state.scalars(), state.version)
         state.close()
         page.place(-1, -1)
@@ -268,7 +269,21 @@ class Worker:
 
     # -- the coordinator's log (on the control thread) -----------------------------------------------------------------------
 
+    def _forget_what_is_void(self, record: Record) -> None:
+        """A state beyond the committed step is of steps that were taken back: when they are made again its version will be that of another one."""
+        committed, kept, state = record.view.committed, self._kept, self._state
+        if kept and kept.version > committed:
+            self._kept = None
+        if record.kind is Kind.ROLLBACK:
+            self._rollbacks += 1
+        if state is None or self.worker_id in record.view.workers:
+            return
+        version = state.version
+        if (version is None and record.kind is Kind.ROLLBACK) or (version is not None and version > committed):
+            self._void = state
+
     def _on_record(self, record: Record) -> None:
+        self._forget_what_is_void(record)
         formation = self._formation
         if formation is None:
             return
@@ -549,12 +564,6 @@ class Worker:
     def restore_copy(self, stamp: Stamp, source: tuple[str, int, str] | None) -> bool:
         """Go back to a copy in this node's memory, or in that of the node whose shelf is at ``source``; False if it is not there any more."""
         return self.keeping.restore(self.state, stamp, source)
-
-    def memory_bytes(self) -> int:
-        """Device memory in use (CUDA), or resident memory of the process (CPU)."""
-        if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device)
-        return int(psutil.Process().memory_info().rss)
 
     @property
     def tokenizer(self) -> Any:

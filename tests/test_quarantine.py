@@ -67,8 +67,7 @@ def test_one_replica_that_goes_back_to_a_copy_does_not_die_of_the_slot_for_ever(
     assert [r.step for r in run.kind("rollback")] == [2, 2] and len(run.kind("death")) == 2
     (drop,) = run.kind("drop")
     assert drop.step == step and len(drop["samples"]) == 4 and "quarantine" in drop["reason"]
-    said = {e.event for e in run.kind("view", "commit") if e["quarantined"]}
-    assert said == ({"view"} if step == STEP else {"commit"})
+    assert any(c["quarantined"] for c in run.kind("commit")) == (step > STEP)
 
 
 def not_a_number() -> None:

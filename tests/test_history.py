@@ -119,6 +119,45 @@ def a_vote_of_the_fenced(rows: Rows) -> None:
     rows["w0.jsonl"].insert(rows["w0.jsonl"].index(vote), vote | {"event": "fenced", "cause": "silence"})
 
 
+def work_of_the_retired(rows: Rows) -> None:
+    """w2 is told to end in step 6, and works in later views."""
+    at = pick(rows, "lead", "commit", 5)
+    row = at | {"event": "retire", "step": None, "epoch": None, "replica": 1, "rank": 0, "worker": "w2", "cause": ""}
+    rows["lead.jsonl"].insert(rows["lead.jsonl"].index(at) + 1, row)
+    for name in rows:
+        for later in rows[name]:
+            if later["epoch"] and (later["step"] or 0) > 6:
+                later["epoch"] = [1, 9]
+                later.update({"next_epoch": [1, 9]} if "next_epoch" in later else {})
+    pick(rows, "lead", "commit", 6)["next_epoch"] = [1, 9]
+
+
+def samples_of_another_step(rows: Rows) -> None:
+    """Each is used once, but two in the place of each other."""
+    one, other = (pick(rows, "lead", "commit", step)["samples"] for step in (6, 7))
+    one[0], other[0] = other[0], one[0]
+
+
+def a_sample_was_dropped_in_another_step(rows: Rows) -> None:
+    sample = pick(rows, "lead", "commit", 6)["samples"].pop()
+    rows["lead.jsonl"].append(pick(rows, "lead", "commit", 8) | {"event": "drop", "samples": [sample], "reason": "long"})
+
+
+def commits_change_places(rows: Rows) -> None:
+    lead = rows["lead.jsonl"]
+    one, other = (lead.index(pick(rows, "lead", "commit", step)) for step in (6, 7))
+    lead[one], lead[other] = lead[other] | {"t_wall": lead[one]["t_wall"]}, lead[one] | {"t_wall": lead[other]["t_wall"]}
+
+
+def a_slot_that_died_before(rows: Rows) -> None:
+    """Step 3 is committed after its owner died: slots 1 and 3 were not computed again, and are said to be in the total."""
+    for event in ("compute", "computed"):
+        again = [r for r in rows["w0.jsonl"] if r["event"] == event and r["step"] == 3 and r["salvage"]]
+        for row in again:
+            rows["w0.jsonl"].remove(row)
+    pick(rows, "w0", "vote", 3)["held"] = [0, 2]
+
+
 def nothing_after_the_fault(rows: Rows) -> None:
     at = pick(rows, "lead", "fault")["t_wall"]
     for name in rows:
@@ -129,22 +168,30 @@ CORRUPTIONS: list[tuple[str, Callable[[Rows], None], set[int]]] = [
     ("a state hash differs", another_hash, {1}),
     ("replicas voted for different totals", put("w0", "vote", 5, digest=1), {1}),
     ("a commit is missing", drop("lead", "commit", 6), {2, 3}),
+    ("steps are committed in another order", commits_change_places, {2}),
+    ("a commit without the vote of a member", drop("w2", "vote", 6), {2}),
     ("a step is committed twice", twice("lead", "commit", 6), {2}),
     ("a member never applied", drop("w0", "apply", 6), {2}),
     ("a member applied twice", twice("w0", "apply", 6), {2}),
     ("the total of another epoch was applied", put("w0", "apply", 6, epoch=[1, 1]), {2}),
     ("a skipped step was applied", put("lead", "commit", 6, kind="skip"), {2}),
     ("a sample is used twice, another never", a_sample_again, {3}),
+    ("a commit has samples of another step", samples_of_another_step, {3}),
+    ("a sample of another step was dropped", a_sample_was_dropped_in_another_step, {3}),
     ("an epoch with two memberships", put("lead", "commit", 6, members=[0]), {4}),
     ("an epoch goes back", put("lead", "commit", 7, next_epoch=[0, 9]), {4}),
     ("an expelled process works on", work_of_the_dead, {4}),
     ("a fenced process votes", a_vote_of_the_fenced, {4}),
+    ("two processes vote in one place", put("w2", "vote", 6, replica=0), {4}),
+    ("another process of that name works in its place", put("w0", "vote", 6, pid=1), {4}),
+    ("a retired process works on", work_of_the_retired, {4}),
     ("the divisor is not the sum", put("lead", "commit", 5, divisor=1.0), {5}),
     ("a vote with another divisor", put("w0", "vote", 5, divisor=1.0), {5}),
     ("a slot counts twice", put("w0", "vote", 5, ledger=[0, 0, 1, 2]), {5}),
     ("a slot was computed by nobody", put("w0", "computed", 6, slots=[0]), {5}),
     ("two members hold one slot", put("w0", "vote", 2, held=[0, 1, 2]), {5}),
     ("nobody holds a slot of the total", put("w0", "vote", 2, held=[0]), {5}),
+    ("a slot of the total died with its owner before", a_slot_that_died_before, {5}),
     ("a fault after which nothing happened", nothing_after_the_fault, {8}),
     ("work done twice in one epoch", twice("w0", "compute", 6), {9}),
     ("slots of a living replica were salvaged", put("w0", "compute", 2, slots=[0, 1, 2, 3], salvage=True), {9}),

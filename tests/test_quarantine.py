@@ -22,12 +22,12 @@ pytestmark = pytest.mark.timeout(120)
 STEP, SLOT = 3, 4
 
 
-def poisoned() -> None:
+def poisoned(step: int = STEP) -> None:
     """As an image decoder or a kernel that crashes on one input would."""
     compute = worker_module.StepWork.compute
 
     def deadly(self, slots):
-        if self.step == STEP and SLOT in slots:
+        if self.step == step and SLOT in slots:
             os.kill(os.getpid(), signal.SIGSEGV)
         return compute(self, slots)
 
@@ -55,16 +55,19 @@ def test_two_replicas_die_of_a_slot_and_the_third_goes_on_without_it(more, tmp_p
     assert left_out == [SLOT] or (not run.kind("view")[0]["quarantined"] and more[0] != "recovery.exact=true")  # slot by slot nobody else suffers
 
 
-def test_one_replica_that_goes_back_to_a_copy_does_not_die_of_the_slot_for_ever(tmp_path: Path):
+@pytest.mark.parametrize("step", [STEP, STEP + 1], ids=["the-next-step", "a-later-step"])
+def test_one_replica_that_goes_back_to_a_copy_does_not_die_of_the_slot_for_ever(step, tmp_path: Path):
+    """The view of the step comes with the rollback, or with the commit before it."""
     run = finish(
         config(SFT, tmp_path / "run", "layout.replicas=1", "layout.spares=2", "sft.steps=6", "train.micro_batch_size=4", "sft.samples_per_step=32",
                "checkpoint.at_end=false", "faults=[]", "recovery.exact=true", "recovery.memory_checkpoint_every=2"),
-        host=functools.partial(ForkedHost, prepare=poisoned),
+        host=functools.partial(ForkedHost, prepare=functools.partial(poisoned, step)),
     )
     assert not [f for f in check(run.folder) if f.held is False]
     assert [r.step for r in run.kind("rollback")] == [2, 2] and len(run.kind("death")) == 2
     (drop,) = run.kind("drop")
-    assert drop.step == STEP and len(drop["samples"]) == 4 and "quarantine" in drop["reason"]
+    assert drop.step == step and len(drop["samples"]) == 4 and "quarantine" in drop["reason"]
+    assert any(c["quarantined"] for c in run.kind("commit")) == (step > STEP)
 
 
 def not_a_number() -> None:

@@ -314,7 +314,7 @@ class Desk:
                 self._events.emit("commit", step=record.step, epoch=record.epoch.key, kind=str(record.outcome),
                                   members=members, samples=list(record.samples), divisor=record.divisor,
                                   next_epoch=view.epoch.key, healing=sorted(view.healing), deal=view.deal.number,
-                                  dealt=list(view.deal.replicas), dropped=list(record.dropped))
+                                  dealt=list(view.deal.replicas), dropped=list(record.dropped), quarantined=list(view.quarantined))
                 if record.dropped:
                     self._events.emit("drop", step=record.step, samples=list(record.dropped),
                                       reason="their slot was in quarantine: replicas died while they computed it")

@@ -112,7 +112,8 @@ EVENTS: dict[str, EventKind] = {
     "commit": _kind(
         "lead",
         "The step is durably recorded. `kind`: apply, or skip (samples used up, weights unchanged). `members` and those among whom "
-        "slots are `dealt` are of the next step. `dropped`: samples of slots that the total lacks (quarantine).",
+        "slots are `dealt` are of the next step, and so are its slots that are `quarantined`. `dropped`: samples of slots that the total "
+        "lacks (quarantine).",
         "kind members samples divisor deal dealt",
         step=True,
         epoch=True,

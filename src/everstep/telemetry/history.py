@@ -25,6 +25,7 @@ from everstep.config.load import load_config
 from everstep.recipes.resize import step_size
 from everstep.recipes.schedule import learning_rate
 from everstep.run_dir import checkpoints_in
+from everstep.telemetry.applied import applied_once
 from everstep.telemetry.events import Epoch, Event, epoch_key, of_kind, read_history
 from everstep.telemetry.recoveries import account
 from everstep.telemetry.rollout_history import stale_serving
@@ -117,16 +118,25 @@ class Record:
         """Events of this kind that belong to the attempt (step, epoch) which the commit made final."""
         return self._by_attempt.get((kind, commit.step, epoch_key(commit.epoch)), [])
 
-    def suspects(self, step: int | None) -> set[int]:
-        """Slots that a rank had begun to compute in this step which then died, struck by nobody."""
-        died = {e["worker"] for e in self.in_step("death", step) if "worker" in e.fields} - self._struck
-        return {slot for e in self.in_step("compute", step) if e.who in died for slot in e["slots"]}
+    def suspects(self, commit: Event) -> set[int]:
+        """Slots that a rank had begun to compute in this step which then died, struck by nobody, in the same run of it."""
+        step, run = commit.step, self._run_of(commit)
+        died = {e["worker"] for e in self.in_step("death", step) if "worker" in e.fields and self._run_of(e) == run} - self._struck
+        return {slot for e in self.in_step("compute", step) if e.who in died and self._run_of(e) == run for slot in e["slots"]}
+
+    @functools.cached_property
+    def _starts(self) -> list[float]:
+        return [event.t_wall for event in self.kind("run_start")]
+
+    def _run_of(self, event: Event) -> int:
+        return bisect.bisect_right(self._starts, event.t_wall)
 
     def given_by_the_dead(self, vote: Event, rank: int, slots: set[int]) -> list[int]:
-        """Those of ``slots`` that a rank computed, in the deal of this vote, whose replica died in the step before it could vote."""
+        """Those of ``slots`` that a rank computed, in the deal of this vote, whose replica died in the epoch of the vote before it
+        could vote itself. What died before had to be computed again."""
         if not slots:
             return []
-        died = {e["replica"] for e in self.in_step("death", vote.step)}
+        died = {e["replica"] for e in self.in_step("death", vote.step) if epoch_key(e.epoch) == epoch_key(vote.epoch)}
         found: set[int] = set()
         for event in self.in_step("computed", vote.step):
             same = (epoch_key(event.epoch)[0], event["deal"]) == (epoch_key(vote.epoch)[0], vote["deal"])
@@ -167,9 +177,12 @@ def equal_state(record: Record) -> tuple[str, bool]:
     commits, compared = record.kind("commit"), 0
     for commit in commits:
         digests: dict[int, set[int]] = defaultdict(set)
-        for vote in record.of_attempt("vote", commit):
+        votes = record.of_attempt("vote", commit)
+        for vote in votes:
             if "digest" in vote.fields:
                 digests[vote["rank"]].add(vote["digest"])
+        if commit["kind"] == "skip" and not any(vote.get("finite", True) for vote in votes):
+            digests = {rank: {0} for rank in digests}  # the bits of a NaN are anything, and nobody applies it
         if any(len(found) > 1 for found in digests.values()):
             raise Broken(f"step {commit.step}: members voted for totals with different digests: {dict(digests)}")
         compared += bool(digests)
@@ -181,30 +194,16 @@ def contiguous_and_applied_once(record: Record) -> tuple[str, bool]:
     books = account(record.events)
     if books.steps_missing or books.steps_doubled:
         raise Broken(f"steps missing {books.steps_missing[:3]}, committed or applied twice {books.steps_doubled[:3]}")
-    applied_by_members = 0
     for events in record.attempts():
-        commits = of_kind(events, "commit")
-        done: dict[tuple[int | None, int], list[Event]] = defaultdict(list)
-        for event in of_kind(events, "apply", "skip"):
-            done[event.step, event["replica"]].append(event)
-        ended = {e["replica"]: e.t_wall for e in of_kind(events, "death") if e["replica"] >= 0}
-        for index, commit in enumerate(commits):
-            for replica in set(commit["members"]) - set(commit.get("healing", [])):
-                found = done.get((commit.step, replica), [])
-                if not found:
-                    died = [t for r, t in ended.items() if r == replica and t >= commit.t_wall - 1.0]
-                    if died or index == len(commits) - 1:
-                        continue  # it died before it could apply, or the log ends here
-                    raise Broken(f"step {commit.step}: replica {replica} went on without applying the commit")
-                wrong = [e for e in found if epoch_key(e.epoch) != epoch_key(commit.epoch)]
-                if wrong:
-                    raise Broken(f"step {commit.step}: {wrong[0].who} applied the total of epoch {wrong[0].epoch}, "
-                                 f"the commit is of epoch {commit.epoch}")
-                expected = "skip" if commit["kind"] == "skip" else "apply"
-                if any(e.event != expected for e in found):
-                    raise Broken(f"step {commit.step}: a commit of kind {commit['kind']} was answered with {found[0].event}")
-                applied_by_members += len(found)
-    text = f"{books.committed} commits, applied {applied_by_members} times, each once by each process"
+        newest: int | None = None
+        for event in of_kind(events, "run_start", "rollback", "commit"):
+            if event.event == "commit" and newest is not None and event.step != newest + 1:
+                raise Broken(f"step {event.step} was committed after step {newest}")
+            newest = event.step
+    applied, wrong = applied_once(record.events)
+    if wrong:
+        raise Broken(wrong)
+    text = f"{books.committed} commits, applied {applied} times, each once by each process"
     return text, books.committed > 0
 
 
@@ -212,6 +211,16 @@ def samples_once(record: Record) -> tuple[str, bool]:
     books = account(record.events)
     if books.samples_lost or books.samples_doubled:
         raise Broken(f"samples lost {books.samples_lost[:3]}, used twice {books.samples_doubled[:3]}")
+    given_up = {(e.step, sample) for e in record.kind("drop") for sample in e["samples"]}
+    begun: dict[int | None, list[str]] = {}
+    for event in record.kind("begin", "commit"):
+        if event.event == "begin":
+            begun[event.step] = event["samples"]
+        elif event.step in begun:
+            used = {*event["samples"], *(event.get("dropped") or ())}
+            missing = {s for s in set(begun[event.step]) - used if not {(event.step, s), (None, s)} & given_up}
+            if odd := sorted(missing | used - set(begun[event.step])):
+                raise Broken(f"step {event.step}: samples {odd[:3]} are of its begin or of its commit, not of both")
     skipped = [s for c in record.kind("commit") if c["kind"] == "skip" for s in c["samples"]]
     return f"{books.samples_committed} samples, {len(skipped)} of them in skipped steps", books.samples_committed > 0
 
@@ -229,15 +238,19 @@ def one_membership_per_epoch(record: Record) -> tuple[str, bool]:
     worked = record.kind("compute", "vote")
     dead_at: dict[str, Key] = {}
     fenced: set[tuple[str, int]] = set()
+    places: dict[tuple[Key, int, int], tuple[str, int]] = {}
     for event in record.events:
         if event.event == "run_start":
             dead_at.clear()  # its processes are others, by the same names
+            places.clear()
         if event.event == "fenced":
             fenced.add((event.who, event.pid))
         if event.event == "adopted":
             fenced.discard((event.who, event.pid))
-        if event.event == "death" and "worker" in event.fields:
-            dead_at.setdefault(event["worker"], epoch_key(event.epoch))
+        if event.event in ("view", "commit"):
+            newest = epoch_key(_epoch(event.get("next_epoch")) if event.event == "commit" else event.epoch)
+        if event.event in ("death", "retire") and "worker" in event.fields:
+            dead_at.setdefault(event["worker"], newest if event.event == "retire" else epoch_key(event.epoch))
         if event.event not in ("compute", "vote"):
             continue
         if event.event == "vote" and (event.who, event.pid) in fenced:
@@ -246,6 +259,10 @@ def one_membership_per_epoch(record: Record) -> tuple[str, bool]:
         if epoch not in members or event["replica"] not in members[epoch]:
             raise Broken(f"step {event.step}: {event.who} of replica {event['replica']} worked in epoch {epoch}, "
                          f"whose members are {members.get(epoch)}")
+        here = places.setdefault((epoch, event["replica"], event["rank"]), (event.who, event.pid))
+        if here != (event.who, event.pid):
+            raise Broken(f"step {event.step}: {event.who} (process {event.pid}) worked as rank {event['replica']}/{event['rank']} in epoch "
+                         f"{epoch}, as did {here[0]} (process {here[1]})")
         if event.who in dead_at and epoch > dead_at[event.who]:
             raise Broken(f"step {event.step}: {event.who} worked in epoch {epoch}, but it was expelled in {dead_at[event.who]}")
     return f"{len(members)} epochs, {len(worked)} acts of members in them", bool(members)
@@ -253,8 +270,10 @@ def one_membership_per_epoch(record: Record) -> tuple[str, bool]:
 
 def divisor_is_contribution(record: Record) -> tuple[str, bool]:
     commits = record.kind("commit")
-    # Logs from before there was quarantine do not say that nothing was in it.
-    quarantined = {epoch_key(e.epoch): e.get("quarantined", ()) for e in record.kind("view")}
+    quarantined: dict[tuple[Key, int], list[int]] = {}  # by epoch and step: a commit gives another step to the same epoch
+    for event in record.kind("view", "commit"):  # older logs do not say that nothing is in quarantine
+        epoch = event.epoch if event.event == "view" else _epoch(event.get("next_epoch"))
+        quarantined[epoch_key(epoch), (event.step or 0) + 1] = event.get("quarantined", [])
     for commit in commits:
         votes = record.of_attempt("vote", commit)
         if not votes:
@@ -263,7 +282,7 @@ def divisor_is_contribution(record: Record) -> tuple[str, bool]:
         if said != {commit["divisor"]}:
             raise Broken(f"step {commit.step}: committed divisor {commit['divisor']}, voted and applied {sorted(said)}")
         ledger = votes[0]["ledger"]
-        left_out = set(quarantined.get(epoch_key(commit.epoch), ())) - set(ledger)
+        left_out = set(quarantined.get((epoch_key(commit.epoch), commit.step or 0), ())) - set(ledger)
         if any(v["ledger"] != ledger for v in votes) or sorted({*ledger, *left_out}) != list(range(len(ledger) + len(left_out))):
             raise Broken(f"step {commit.step}: ledgers {[v['ledger'] for v in votes][:3]} are not every slot once (in quarantine: {sorted(left_out)})")
         dropped = commit.get("dropped") or []
@@ -271,7 +290,7 @@ def divisor_is_contribution(record: Record) -> tuple[str, bool]:
             raise Broken(f"step {commit.step}: slots {sorted(left_out)} were left out, samples {dropped[:3]} are listed as dropped")
         if both := sorted(set(dropped) & set(commit["samples"])):
             raise Broken(f"step {commit.step}: samples {both[:3]} are listed as used and as dropped")
-        if innocent := sorted(left_out - record.suspects(commit.step)):
+        if innocent := sorted(left_out - record.suspects(commit)):
             raise Broken(f"step {commit.step}: slots {innocent} were left out, but nobody died of them")
         held: dict[int, list[int]] = defaultdict(list)
         for vote in votes:

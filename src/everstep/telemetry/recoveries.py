@@ -151,7 +151,8 @@ def account(events: Sequence[Event]) -> Account:
     doubled_steps: set[int] = set()
     rolled_back: list[int] = []
     begun: dict[int, set[SampleKey]] = {}
-    dropped: set[str] = set()
+    passes: dict[int, int] = {}  # of the steps begun: commits do not say theirs
+    dropped: set[tuple[int | None, str]] = set()  # no step: of whichever
     applied: Counter[tuple[str, int, int]] = Counter()
     first: int | None = None
     finished = False
@@ -172,7 +173,8 @@ def account(events: Sequence[Event]) -> Account:
                 finished = False
             case "begin":
                 assert step is not None
-                begun.setdefault(step, set()).update(_keys(event))
+                passes[step] = int(event.get("rl_pass", 0))
+                begun.setdefault(step, set()).update(_keys(event, passes[step]))
             case "commit":
                 assert step is not None
                 if step in commits:
@@ -184,15 +186,15 @@ def account(events: Sequence[Event]) -> Account:
                 if applied[event.who, event.pid, step] > 1:
                     doubled_steps.add(step)
             case "drop":
-                dropped.update(event["samples"])
+                dropped.update((step, sample) for sample in event["samples"])
             case "run_end":
                 finished = event["status"] == "done"
     if first is None and commits:
         first = min(commits)
     last = max(commits, default=None)
-    used = Counter(key for event in commits.values() for key in _keys(event))
+    used = Counter(key for k, event in commits.items() for key in _keys(event, passes.get(k, 0)))
     over = {k for k in begun if finished or (last is not None and k <= last)}  # the step in progress is not lost
-    lost = sorted({key for k in over for key in begun[k]} - set(used))
+    lost = sorted({key for k in over for key in begun[k] if not {(k, key[1]), (None, key[1])} & dropped} - set(used))
     missing = [] if first is None or last is None else [k for k in range(first, last + 1) if k not in commits]
     return Account(
         first_step=first,
@@ -204,7 +206,7 @@ def account(events: Sequence[Event]) -> Account:
         steps_rolled_back=rolled_back,
         samples_committed=len(used),
         samples_dropped=len(dropped),
-        samples_lost=[_name(key) for key in lost if key[1] not in dropped],
+        samples_lost=[_name(key) for key in lost],
         samples_doubled=[_name(key) for key, count in sorted(used.items()) if count > 1],
     )
 
@@ -297,8 +299,7 @@ def fault_of(death: Event, faults: Sequence[Event]) -> Event | None:
     return next((f for f in reversed(faults) if f["kind"] not in ("nan", "error") and same(f)), None)
 
 
-def _keys(event: Event) -> list[SampleKey]:
-    rl_pass = int(event.get("rl_pass", 0))
+def _keys(event: Event, rl_pass: int) -> list[SampleKey]:
     return [(rl_pass, sample) for sample in event["samples"]]
 
 

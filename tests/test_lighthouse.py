@@ -236,6 +236,21 @@ def test_all_ranks_of_a_replica_wait_for_another_one_as_long_as_their_head_does(
 
 
 @pytest.mark.full
+def test_all_ranks_of_a_replica_freeze_at_once_on_machines_of_their_own(tmp_path: Path, calm) -> None:
+    """The first one that is expelled is the end of that life; the others must be killed as well, for it to be started anew."""
+    shape = ["layout.tp=2", "engine.sequence_parallel=true", "sft.steps=60"]
+    with Replicas(local(tmp_path, 2, *shape, "recovery.silence_s=2"), tmp_path, apart=True) as replicas:
+        replicas.start(0, 1)
+        replicas.wait_for_commit(4)
+        for rank in range(2):
+            replicas.kill(1, rank, signal.SIGSTOP)
+        run = replicas.finished()
+    check(run, calm(SFT, *shape), None)
+    assert {e["worker"] for e in run.kind("death")} == {"w2", "w3"} and len(run.kind("expel")) == 1
+    assert {e.who for e in run.kind("form") if e["replica"] == 1} >= {"w2b1", "w3b1"}, "it came back"
+
+
+@pytest.mark.full
 def test_min_replicas_holds_the_run(tmp_path: Path, calm) -> None:
     with Replicas(local(tmp_path, 2, "recovery.min_replicas=2", "sft.steps=20"), tmp_path) as replicas:
         replicas.start(0, 1)

@@ -8,7 +8,9 @@ process owns nothing that they could not tell its successor (:meth:`ServedRun.re
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -122,9 +124,7 @@ class ServedRun:
             coordinator, self._log, self._events, listener, token, recovery.silence_s, 2 * recovery.link_timeout_s, address[0],
             recovery.heartbeat_s, judge(recovery), judge_every_s(recovery), address,
         )
-        target = LaunchedTarget(
-            lambda: self.server, self._place_of, self._signal, self._process, lambda: [], {},
-        )
+        target = LaunchedTarget(lambda: self.server, self._place_of, self._signal, self._process, lambda: [], {})
         self._injector = FaultInjector(takeover.faults_left(config.faults, written), target, self._events)
         for member in self._past.members.values() if self._past else ():  # lives are never named again
             self._know(member)
@@ -528,14 +528,15 @@ class ServedRun:
         if (said := self.server.progress.get(worker)) and not self.ended:
             step, suspected = self.server.coordinator.committed + 1, bool(self.server.coordinator.view.quarantined)
             self._post_mortem.died(WorkerInfo(worker, said.pid, said.host, said.host), self._place_of(worker), step, cause, suspected)
+        if said and (said.host, said.pid) != (socket.gethostname(), os.getpid()):  # of one replica alone rank 0 is this process
+            # Also of a life that is over already: of several frozen ranks none ends by itself. One that ends has last words to say.
+            ending = threading.Timer(LAST_WORDS_S if ended else 0.0, self._signal, (worker, signal.SIGKILL))
+            ending.daemon = True
+            ending.start()
         with self._turn:
             life = self._replicas.get(replica)
             if life and worker in life.member.workers and not life.gone:
-                life.gone = cause
-                # The others end by themselves, when they hear of it: all are started anew (rule 23). One that ends has last words to say.
-                ending = threading.Timer(LAST_WORDS_S if ended else 0.0, self._signal, (worker, signal.SIGKILL))
-                ending.daemon = True
-                ending.start()
+                life.gone = cause  # the others end by themselves, when they hear of it: all are started anew (rule 23)
                 self._events.emit("expel", replica=replica, rank=self._place_of(worker)[1], worker=worker, cause=cause)
             self._turn.notify_all()
 

@@ -298,6 +298,15 @@ class ServedRun:
                 "replicas": list(view.contributors), "healing": sorted(view.healing), "spares": 0, "deaths": len(self.server.dead),
                 "ranks": self.server.whereabouts()}
 
+    def is_left(self, within_s: float) -> bool:
+        """Whether in this time it ends, or nobody is there any more that takes part in it (or may come back to a lighthouse that took over)."""
+        def left() -> bool:
+            there = any(not life.gone and replica not in self._finished for replica, life in self._replicas.items())
+            return bool(self.ended) or not (there or (self._past is not None and not self._opened))
+
+        with self._turn:
+            return self._turn.wait_for(left, within_s)
+
     def close(self, status: str) -> None:
         """End the run; everybody still connected is told."""
         with self._turn:
@@ -307,8 +316,7 @@ class ServedRun:
             self._turn.notify_all()
         if unfired := self.unfired_faults:
             self._say(f"faults that never fired: {'; '.join(unfired)}")
-        error = self.failure or RunEnded("the run ended while this replica was on its way into it")
-        self.server.tell_end(error)
+        self.server.tell_end(self._outcome())
         if self.failure:
             self._events.emit("error", error=type(self.failure).__name__, message=str(self.failure))
         self._events.emit("run_end", status=status)  # first: whoever ends us may not wait for the rest
@@ -329,9 +337,12 @@ class ServedRun:
     @property
     def over(self) -> EverstepError | None:
         """What to tell who comes now; None while the run goes on."""
-        if not self.ended:
-            return None
-        return self.failure or RunEnded(f"the run in {self.run_dir.path} is {self.ended}")
+        return self._outcome() if self.ended else None
+
+    def _outcome(self) -> EverstepError:
+        if self.failure or self.ended == "done":
+            return self.failure or RunEnded(f"the run in {self.run_dir.path} is done")
+        return NotEnoughReplicas(f"the run in {self.run_dir.path} has ended before it was done ({self.ended}); continue with resume=auto")
 
     # -- the watch -----------------------------------------------------------------------------------------------------------
 
@@ -404,9 +415,7 @@ class ServedRun:
         begun = self._announced.get(decided.last.view.committed + 1)
         if begun is not None:
             self._begun = (decided.last.view.committed + 1, _digest(begun[0]))
-        self.server.take_over(
-            decided.last, decided.commit, decided.members, self.layout.replicas, self._noted, decided.healing, begun,
-        )
+        self.server.take_over(decided.last, decided.commit, decided.members, self.layout.replicas, self._noted, decided.healing, begun)
         view = self.server.coordinator.view
         self._events.emit("takeover", step=view.committed, epoch=view.epoch.key, incarnation=self._log.incarnation, members=list(view.replicas),
                           workers=sorted(told), seconds=now - self._start.since)
@@ -547,9 +556,7 @@ class ServedRun:
         step = self.server.coordinator.committed + 1
         found = Diagnosis(
             self.run_dir.path / "diagnosis", self._signal, lambda w, message: self.server.order(w, dict(message)), self._look_into, self._stacks_of,
-            lambda folder, w: self._events.emit(
-                "diagnosis", step=step, replica=self._place_of(w)[0], rank=self._place_of(w)[1], worker=w, path=str(folder)
-            ),
+            lambda folder, w: self._events.emit("diagnosis", step=step, replica=self._place_of(w)[0], rank=self._place_of(w)[1], worker=w, path=str(folder)),
         )
         found.take(worker, cause, step, self.server.whereabouts())
         found.finish(worker)

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.support.runs import QUIET, ROOT, SFT, Finished, config, gone, shared_memory
 from tests.test_exact import BASE, SHAPES, by_position, undisturbed
@@ -341,6 +342,30 @@ def test_through_ray_a_killed_controller_is_followed_by_another_one_by_itself(tm
         assert_invariants(done, steps=steps)
         assert len(done.kind("takeover")) == 1 and len(done.kind("form")) == 2
         assert survivors(token, process.pid) == [] and gone(done.pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGHUP])
+def test_who_stops_it_while_the_controller_comes_up_has_stopped_it(number, tmp_path):
+    with training(f"run_dir={tmp_path}/run", "layout.replicas=2", "layout.spares=0", "recovery.controller_grace_s=60",
+                  "recovery.controller_restarts=1") as (process, token):
+        _until(lambda: psutil.Process(process.pid).children(), process)
+        process.send_signal(number)
+        assert process.wait(60) == 130 and survivors(token, process.pid) == []
+        assert number == signal.SIGINT or f"interrupted by {number.name}" in process.communicate()[1]
+
+
+@pytest.mark.full
+def test_through_ray_who_stops_it_while_another_controller_comes_up_has_stopped_it(tmp_path):
+    with training(f"run_dir={tmp_path}/run", "sft.steps=5000", "layout.replicas=2", "layout.spares=0", "recovery.controller_grace_s=10",
+                  "recovery.controller_restarts=3") as (process, _):
+        _until(lambda: _commits(tmp_path / "run") >= 4, process)
+        first = rendezvous.find(tmp_path / "run").pid
+        os.kill(first, signal.SIGKILL)
+        _until(lambda: [p for p in psutil.Process(process.pid).children() if p.pid != first], process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 130
+        told = process.communicate()[1]
+        assert told.count("another one takes over") == 1 and "interrupted by SIGTERM; the controller was killed by SIGTERM; its workers wait 10 s" in told
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,14 +22,14 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
-from tests.support.runs import ROOT, SFT, Finished, config, finish
+from tests.support.runs import QUIET, ROOT, SFT, Finished, command, config, finish
 
 import everstep
 from everstep import cli, driver
 from everstep.cluster.forked import ForkedHost
 from everstep.errors import BadInput, WorkerFailed
 from everstep.recovery.desk import Desk
-from everstep.run_dir import OWN_ENTRIES
+from everstep.run_dir import OWN_ENTRIES, check_run_dir, prepare_run_dir, starting
 from everstep.telemetry import status as status_module
 from everstep.telemetry import window
 from everstep.telemetry.dashboard import prometheus
@@ -204,8 +205,8 @@ def test_what_a_window_serves(tmp_path: Path, capsys) -> None:
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys) -> None:
-    for command in ("status", "dashboard", "report"):
-        assert cli.run([command, str(tmp_path)]) == 2
+    for name in ("status", "dashboard", "report"):
+        assert cli.run([name, str(tmp_path)]) == 2
         assert "not a run folder" in capsys.readouterr().err
         assert cli.run([command, str(tmp_path / "none")]) == 2
         assert "there is no such folder" in capsys.readouterr().err
@@ -231,6 +232,40 @@ def test_a_run_whose_lead_was_killed_is_gone(tmp_path: Path) -> None:
     lead.stdout.close()
     state = everstep.status(tmp_path)
     assert state.state == "gone" and "resume=auto" in state.cause and not state.live
+
+
+@pytest.mark.parametrize("arguments", [["train", "layout.replicas=1"], pytest.param(["up", "layout.replicas=2"], marks=pytest.mark.full)], ids=["train", "up"])
+def test_while_the_processes_of_a_run_come_up_it_is_starting(tmp_path: Path, arguments: list[str]) -> None:
+    folder = tmp_path / "runs" / "new"
+    process = command([arguments[0], SFT, *QUIET, f"run_dir={folder}", "launcher=local", "layout.spares=0", "faults=[]", "checkpoint.at_end=false", *arguments[1:]])
+    try:
+        end = time.monotonic() + 60.0
+        while not (folder / ".starting").exists():
+            assert process.poll() is None and time.monotonic() < end, process.communicate()
+            time.sleep(0.01)
+        assert shown(everstep.status(folder)) == "starting: nothing was told yet\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130 and not folder.parent.exists(), "no run came to be"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_mark_of_who_starts_a_run_is_believed_while_that_process_lives(tmp_path: Path) -> None:
+    conf = config(SFT, tmp_path / "run")
+    with starting(conf):
+        check_run_dir(conf)
+        assert everstep.status(conf.run_dir).state == "starting"
+        mark = next((tmp_path / "run").iterdir())
+        mark.write_text(f"{2**22 + 1} {socket.gethostname()}")
+        with pytest.raises(BadInput, match="not a run folder"):
+            everstep.status(conf.run_dir)
+        prepare_run_dir(conf)
+        assert not mark.exists()
+    assert (tmp_path / "run" / "logs" / "attempt-1").is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInput, match="cannot be prepared"), starting(config(SFT, tmp_path / "file" / "run")):
+        pass
 
 
 def shown(state: RunStatus) -> str:

@@ -34,6 +34,7 @@ from everstep.checkpoint.manifest import checkpoint_folders, step_of
 from everstep.cluster.forked import ForkedHost
 from everstep.cluster.worker import Worker
 from everstep.config.schema import Config
+from everstep.recovery.commitlog import is_open
 from everstep.telemetry import history
 from everstep.telemetry.events import Event, epoch_key
 from everstep.telemetry.metrics import read_metrics
@@ -123,6 +124,40 @@ def test_the_lighthouse_is_killed_and_comes_back(tmp_path: Path, calm) -> None:
     assert not run.kind("death")
     epochs = [epoch_key(e.epoch) for e in run.kind("commit")]
     assert epochs == sorted(epochs) and {epoch[0] for epoch in epochs} == {1, 2}, "epochs grow, over incarnations"
+
+
+@pytest.mark.parametrize("moment", ["trains", pytest.param("forms", marks=pytest.mark.full)])
+def test_a_lighthouse_that_is_stopped_in_order_leaves_what_a_killed_one_leaves(tmp_path: Path, calm, moment: str) -> None:
+    """It gives those that are stopped with it a moment to leave first, in which training goes on."""
+    with Replicas(local(tmp_path, 2, "sft.steps=100"), tmp_path) as replicas:
+        replicas.start(0, 1)
+        if moment == "trains":
+            replicas.wait_for_commit(4)
+        else:
+            replicas.wait_for(lambda events: any(e.event == "process_start" for e in events))
+        replicas.lighthouse.terminate()
+        replicas.lighthouse.join(20)
+        assert replicas.lighthouse.exitcode == 0 and not any(e.event == "run_end" for e in replicas.events())
+        assert "waits for another lighthouse" in (tmp_path / "lighthouse.log").read_text()
+        replicas.start_lighthouse()
+        run = replicas.finished()
+    check(run, calm(SFT, "sft.steps=100"), 2)
+    assert not run.kind("death") and (run.kind("takeover") or moment == "forms")
+
+
+def test_nobody_ends_well_of_a_run_that_was_interrupted(tmp_path: Path) -> None:
+    with Replicas(local(tmp_path, 2, "sft.steps=5000"), tmp_path) as replicas:
+        replicas.start(0, 1)
+        replicas.wait_for_commit(4)
+        for replica in range(2):
+            replicas.kill(replica, number=signal.SIGTERM)
+        replicas.join(60)
+        assert set(replicas.codes.values()) == {3}, "started anew, they are told that it has ended"
+        replicas.lighthouse.terminate()
+        replicas.lighthouse.join(20)
+        assert replicas.lighthouse.exitcode == 0
+    assert [e["status"] for e in replicas.events() if e.event == "run_end"] == ["interrupted"]
+    assert not is_open(tmp_path / "run" / "commits.log") and "ended before it was done (interrupted)" in replicas.logs()
 
 
 @pytest.mark.full
@@ -233,6 +268,21 @@ def test_all_ranks_of_a_replica_wait_for_another_one_as_long_as_their_head_does(
         run = replicas.finished()
     check(run, calm(SFT, *shape), 2)
     assert not run.kind("death")
+
+
+@pytest.mark.full
+def test_all_ranks_of_a_replica_freeze_at_once_on_machines_of_their_own(tmp_path: Path, calm) -> None:
+    """The first one that is expelled is the end of that life; the others must be killed as well, for it to be started anew."""
+    shape = ["layout.tp=2", "engine.sequence_parallel=true", "sft.steps=60"]
+    with Replicas(local(tmp_path, 2, *shape, "recovery.silence_s=2"), tmp_path, apart=True) as replicas:
+        replicas.start(0, 1)
+        replicas.wait_for_commit(4)
+        for rank in range(2):
+            replicas.kill(1, rank, signal.SIGSTOP)
+        run = replicas.finished()
+    check(run, calm(SFT, *shape), None)
+    assert {e["worker"] for e in run.kind("death")} == {"w2", "w3"} and len(run.kind("expel")) == 1
+    assert {e.who for e in run.kind("form") if e["replica"] == 1} >= {"w2b1", "w3b1"}, "it came back"
 
 
 @pytest.mark.full

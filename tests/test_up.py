@@ -67,12 +67,26 @@ def test_a_whole_replica_is_killed(up, calm, struck: int | None) -> None:  # noq
 
 
 @pytest.mark.full
-def test_the_lighthouse_is_killed(up, calm) -> None:  # noqa: F811
-    run = up("sft.steps=60", RUST_LOGS="info", RUST_LOG="")
+@pytest.mark.parametrize("whom", [0, 1], ids=["its-command", "its-agent"])
+def test_a_replica_that_is_sent_sigterm_is_started_anew_and_the_others_go_on(up, calm, whom: int) -> None:  # noqa: F811
+    run = up("sft.steps=60")
     run.wait_for_commit(4)
-    run.below("everstep lighthouse")[0].kill()
+    command_line = run.below("replica.id=1")[0]
+    [command_line, *command_line.children()][whom].terminate()
     finished = run.finished()
-    check(finished, calm(SFT, "sft.steps=60"), 2)
+    check(finished, calm(SFT, "sft.steps=60"), None)  # a cold start takes longer than the rest of so short a run
+    assert "replica 1 has ended with status 130" in run.err and "replica 1 was started anew" in run.err
+    assert {e["replica"] for e in finished.kind("death")} == {1}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_lighthouse_is_killed(up, calm, number: signal.Signals) -> None:  # noqa: F811
+    run = up("sft.steps=150", RUST_LOGS="info", RUST_LOG="")
+    run.wait_for_commit(4)
+    run.below("everstep lighthouse")[0].send_signal(number)
+    finished = run.finished()
+    check(finished, calm(SFT, "sft.steps=150"), 2)
     assert "lighthouse was started anew" in run.err and not finished.kind("death")
     assert "torchft::lighthouse" in (finished.folder / "logs" / "latest" / "lighthouse.log").read_text(), "RUST_LOGS reaches torchft"
 
@@ -104,6 +118,19 @@ def test_an_interrupt_ends_everything(up) -> None:
     run.process.send_signal(signal.SIGINT)
     assert run.finish(90) == 130 and "resume=auto" in run.err
     assert not still_running(pids, 5.0)
+
+
+@pytest.mark.full
+def test_an_interrupt_is_obeyed_before_the_lighthouse_answers(up) -> None:
+    run = up("sft.steps=5000")
+    end = time.monotonic() + 240.0
+    while not (found := run.below("everstep lighthouse")):
+        assert run.process.poll() is None and time.monotonic() < end
+        time.sleep(0.01)
+    found[0].suspend()
+    run.process.send_signal(signal.SIGINT)
+    assert run.finish(50) == 130 and "interrupted by SIGINT" in run.err and "replica 0 has started" not in run.err
+    assert not found[0].is_running()
 
 
 @pytest.mark.full

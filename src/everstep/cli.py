@@ -122,8 +122,9 @@ def lighthouse(
     """Where replicas started one by one find each other.
 
     Torchft's lighthouse and, one port up, the coordinator of one run after the
-    other. Replicas find it by TORCHFT_LIGHTHOUSE. Runs until it gets SIGTERM. Can
-    be killed and started again on the same port: training waits, and goes on.
+    other. Replicas find it by TORCHFT_LIGHTHOUSE. Runs until it gets SIGTERM; that
+    ends no run. Started again on the same port, also after it was killed, it goes
+    on: training waits for it.
     """
     import signal
     import threading

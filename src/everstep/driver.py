@@ -46,7 +46,7 @@ from everstep.recipes import dpo, grpo, ppo, sft
 from everstep.recipes.run import Run
 from everstep.recovery import rendezvous
 from everstep.recovery.view import Kind, Record
-from everstep.run_dir import RunDir, check_run_dir, checkpoints_of, open_run_dir
+from everstep.run_dir import RunDir, check_run_dir, checkpoints_of, open_run_dir, starting
 from everstep.telemetry import logs
 from everstep.telemetry.console import Console
 from everstep.telemetry.events import EventLog, read_events
@@ -122,7 +122,8 @@ def run(
     config = logs.with_environment(config, os.environ)
     if launcher == "local" and not inside:
         check_data(config)
-        return torchrun.launch(config, program, lambda text: print(f"everstep: {text}", file=sys.stderr))
+        with starting(config) if config.replica.id is None else contextlib.nullcontext():  # else the lighthouse prepares it, maybe elsewhere
+            return torchrun.launch(config, program, lambda text: print(f"everstep: {text}", file=sys.stderr))
     with _Interrupts() as interrupts:
         return _run(config, check_data(config), launcher, clean, interrupts, host, attach)
 
@@ -138,7 +139,8 @@ def run_replicas(config: Config, program: Sequence[str], clean: bool) -> int:
     check(config.model_copy(update={"replica": config.replica.model_copy(update={"id": 0})}))
     check_run_dir(config, clean)
     check_data(config)
-    return up(config, program, lambda text: print(f"everstep: {text}", file=sys.stderr))
+    with starting(config):
+        return up(config, program, lambda text: print(f"everstep: {text}", file=sys.stderr))
 
 
 def _run(

@@ -8,14 +8,18 @@ continues in it, ``--clean`` empties it. Only what a run makes is ever deleted.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.checkpoint.manifest import checkpoint_folders
 from everstep.checkpoint.storage import is_local, local_folder, place, remove_folder
+from everstep.cluster.processes import pid_runs
 from everstep.config.schema import Config
 from everstep.errors import BadInput
 
@@ -41,6 +45,7 @@ OWN_ENTRIES = (
     "diagnosis",
     "iterations",
 )
+_STARTING = ".starting"  # names the process that starts a run there, until the run itself has begun
 _ATTEMPT = re.compile(r"attempt-(\d+)")
 
 
@@ -118,6 +123,7 @@ def prepare_run_dir(config: Config, clean: bool = False) -> RunDir:
             folders.append(checkpoints_of(config))
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
+        (path / _STARTING).unlink(missing_ok=True)
         # Replaced atomically: whoever follows logs/latest never finds it missing.
         temporary = path / "logs" / f".latest.{os.getpid()}"
         temporary.unlink(missing_ok=True)
@@ -146,12 +152,43 @@ def check_run_dir(config: Config, clean: bool = False) -> None:
             f"checkpoint.path={config.checkpoint.path} has checkpoints of a run ({there[0].name}); continue it with resume=auto, delete them "
             "with --clean, or choose another checkpoint.path"
         )
-    foreign = [] if used or not path.is_dir() else sorted(entry.name for entry in path.iterdir())
+    foreign = [] if used or not path.is_dir() else sorted(entry.name for entry in path.iterdir() if entry.name != _STARTING)
     if foreign:
         raise BadInput(
             f"run_dir={path} holds other things ({', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}); "
             "choose a new or empty folder"
         )
+
+
+@contextlib.contextmanager
+def starting(config: Config) -> Iterator[None]:
+    """Until a process below this one prepares the folder, after seconds of imports, whoever looks there finds that a run is being started.
+
+    Whatever of the folder was made here is gone afterwards if no run came to be. BadInput if it cannot be made."""
+    path = local_folder(config.run_dir)
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    mark = path / _STARTING
+    try:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            mark.write_text(f"{os.getpid()} {socket.gethostname()}")
+        except OSError as error:
+            raise BadInput(f"run_dir={path}: cannot be prepared: {error.strerror} ({error.filename}); choose another") from error
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # nothing was written, or the run has something in the folder
+            mark.unlink(missing_ok=True)
+            for folder in made:
+                folder.rmdir()
+
+
+def is_starting(path: Path) -> bool:
+    """Whether a process of this machine starts a run there that has not begun."""
+    try:
+        pid, host = (path / _STARTING).read_text().split()
+        return host == socket.gethostname() and pid_runs(int(pid))
+    except (OSError, ValueError):
+        return False
 
 
 def open_run_dir(path: str | Path) -> RunDir:

@@ -74,17 +74,18 @@ def _rank(config: Config, env: dict[str, str], log: Path, clean: bool, prepare: 
 
 class Replicas:
     """``config`` has no replica.id. ``moment()``: is called in the first lighthouse, to have it killed at a chosen line; ``prepare()`` in every
-    rank. Use as a context manager; nothing outlives it."""
+    rank. ``apart``: each rank is on a machine of its own, where nobody ends it when another one of its replica has ended. Use as a context
+    manager; nothing outlives it."""
 
     def __init__(self, config: Config, folder: Path, min_replicas: int = 0, join_timeout_ms: int = 5000, max_restarts: int = 5,
-                 clean: bool = False, moment: Callable[[], None] | None = None, prepare: Callable[[], None] | None = None):
+                 clean: bool = False, moment: Callable[[], None] | None = None, prepare: Callable[[], None] | None = None, apart: bool = False):
         self.port = free_ports()
         self.config = config.model_copy(update={
             "lighthouse": config.lighthouse.model_copy(update={"address": f"http://127.0.0.1:{self.port}"}),
         })
         self.folder, self.max_restarts, self.clean, self._prepare = folder, max_restarts, clean, prepare
         self._min_replicas, self._join_timeout_ms = min_replicas or config.layout.replicas, join_timeout_ms
-        self._stopped = False
+        self._stopped, self._apart = False, apart
         self.lighthouse: Any = None
         self.ranks: dict[tuple[int, int], Any] = {}
         self.codes: dict[int, int] = {}
@@ -142,7 +143,7 @@ class Replicas:
                 process.start()
                 ranks[rank] = self.ranks[replica, rank] = process
             waiting = list(ranks.values())
-            while waiting and all(not p.exitcode for p in ranks.values()):
+            while waiting and (self._apart or all(not p.exitcode for p in ranks.values())):
                 ended = connection.wait([p.sentinel for p in waiting])
                 waiting = [p for p in waiting if p.sentinel not in ended]
             failed = [p for p in ranks.values() if p.exitcode]

@@ -26,6 +26,7 @@ _RETRY_S = 0.2
 _STAY_EVERY_S = 0.5
 _ANSWER_S = 60.0  # for any answer; a request that takes longer is answered with "wait"
 _QUORUM_EVERY_S = 1.0
+_LEAVE_S = 5.0  # for a lighthouse to hear that this replica leaves before the end
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,12 @@ class Head:
         """The recipe can go on from here."""
         self.journals.append(Journal(generation, bookmark))
         self.request("mark", bookmark[0], generation=generation, step=bookmark[1])
+
+    def finish(self, status: str) -> None:
+        """This replica leaves. Before the end no lighthouse is waited for: the next one finds out."""
+        if status != "done":
+            self._wait_s = min(self._wait_s, _LEAVE_S)
+        self.request("finish", status=status)
 
     def close(self) -> None:
         self._closed.set()

@@ -8,8 +8,8 @@ quorum says who begins a run together. Everything that counts, epochs and commit
     PORT + 1  coordinator and board
     PORT + 2  the store through which links and heals are arranged
 
-It can be killed: members wait (``lighthouse.wait_s``) for one at the same address, tell it who they are, and it goes on from the commit
-record in the run's folder, which it must see under the same path as the replicas.
+It can be killed, or stopped in order: members wait (``lighthouse.wait_s``) for one at the same address, tell it who they are, and it goes
+on from the commit record in the run's folder, which it must see under the same path as the replicas.
 
 Whoever can reach the ports, and knows the secret if there is one (EVERSTEP_LIGHTHOUSE_TOKEN), can make the ranks run any code.
 """
@@ -34,7 +34,7 @@ from everstep.checkpoint.choose import Chosen
 from everstep.checkpoint.storage import local_folder
 from everstep.cluster.environment import LIGHTHOUSE_TOKEN
 from everstep.cluster.processes import signal_pid
-from everstep.cluster.served_run import ANSWER_WITHIN_S, ServedRun, Start
+from everstep.cluster.served_run import ANSWER_WITHIN_S, LAST_WORDS_S, ServedRun, Start
 from everstep.config.alike import differing_keys, digest_of
 from everstep.config.schema import Config
 from everstep.errors import BadInput, EverstepError, Fenced, NotEnoughReplicas, WorkerFailed
@@ -104,6 +104,10 @@ class Lighthouse:
         self._stop_listening()
         if self.run:
             self.run.close(status)
+
+    def is_needed(self) -> bool:
+        """Whether replicas take part in a run that it serves. Those that are stopped together with it are given a moment to leave."""
+        return self.run is not None and not self.run.is_left(LAST_WORDS_S)
 
     def await_end(self, timeout_s: float) -> bool:
         """Wait until the run that it serves is over; whether it is."""
@@ -397,7 +401,9 @@ def serve(
     bind: str, port: int, min_replicas: int, quorum_tick_ms: int, join_timeout_ms: int, heartbeat_timeout_ms: int,
     say: Callable[[str], None], until: threading.Event,
 ) -> None:
-    """Run torchft's lighthouse and ours until ``until`` is set. BadInput if a port is taken, or if others could command the ranks."""
+    """Run torchft's lighthouse and ours until ``until`` is set. BadInput if a port is taken, or if others could command the ranks.
+
+    A run that replicas take part in then is not ended: this process goes at once, and leaves what a killed one leaves, for another one."""
     if not 0 < port < _PORTS - 2:
         raise BadInput(f"--port {port}: this one and the two after it must be port numbers, below {_PORTS}")
     if min_replicas < 1:
@@ -425,6 +431,9 @@ def serve(
     say(f"torchft's lighthouse and dashboard at http://{bind}:{port}, coordinator at {bind}:{port + 1}, store at {bind}:{port + 2}")
     try:
         until.wait()
+        if lighthouse.run and lighthouse.is_needed():
+            say(f"the run in {lighthouse.run.run_dir.path} waits for another lighthouse at this address (lighthouse.wait_s)")
+            os._exit(0)  # whoever asks on the way out would get an answer that is none
     finally:
         lighthouse.close()
         torchft.shutdown()

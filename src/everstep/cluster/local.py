@@ -478,7 +478,7 @@ class LocalGroup(Verbs):
     def _finish(self, status: str) -> None:
         assert self._head is not None
         try:
-            self._head.request("finish", status=status)
+            self._head.finish(status)
         except EverstepError as error:  # the run has ended before: that is why we are here, or does not matter any more
             self.events.emit("error", error=type(error).__name__, message=f"while leaving: {error}")
 

@@ -8,7 +8,9 @@ process owns nothing that they could not tell its successor (:meth:`ServedRun.re
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -122,9 +124,7 @@ class ServedRun:
             coordinator, self._log, self._events, listener, token, recovery.silence_s, 2 * recovery.link_timeout_s, address[0],
             recovery.heartbeat_s, judge(recovery), judge_every_s(recovery), address,
         )
-        target = LaunchedTarget(
-            lambda: self.server, self._place_of, self._signal, self._process, lambda: [], {},
-        )
+        target = LaunchedTarget(lambda: self.server, self._place_of, self._signal, self._process, lambda: [], {})
         self._injector = FaultInjector(takeover.faults_left(config.faults, written), target, self._events)
         for member in self._past.members.values() if self._past else ():  # lives are never named again
             self._know(member)
@@ -298,6 +298,15 @@ class ServedRun:
                 "replicas": list(view.contributors), "healing": sorted(view.healing), "spares": 0, "deaths": len(self.server.dead),
                 "ranks": self.server.whereabouts()}
 
+    def is_left(self, within_s: float) -> bool:
+        """Whether in this time it ends, or nobody is there any more that takes part in it (or may come back to a lighthouse that took over)."""
+        def left() -> bool:
+            there = any(not life.gone and replica not in self._finished for replica, life in self._replicas.items())
+            return bool(self.ended) or not (there or (self._past is not None and not self._opened))
+
+        with self._turn:
+            return self._turn.wait_for(left, within_s)
+
     def close(self, status: str) -> None:
         """End the run; everybody still connected is told."""
         with self._turn:
@@ -307,8 +316,7 @@ class ServedRun:
             self._turn.notify_all()
         if unfired := self.unfired_faults:
             self._say(f"faults that never fired: {'; '.join(unfired)}")
-        error = self.failure or RunEnded("the run ended while this replica was on its way into it")
-        self.server.tell_end(error)
+        self.server.tell_end(self._outcome())
         if self.failure:
             self._events.emit("error", error=type(self.failure).__name__, message=str(self.failure))
         self._events.emit("run_end", status=status)  # first: whoever ends us may not wait for the rest
@@ -329,9 +337,12 @@ class ServedRun:
     @property
     def over(self) -> EverstepError | None:
         """What to tell who comes now; None while the run goes on."""
-        if not self.ended:
-            return None
-        return self.failure or RunEnded(f"the run in {self.run_dir.path} is {self.ended}")
+        return self._outcome() if self.ended else None
+
+    def _outcome(self) -> EverstepError:
+        if self.failure or self.ended == "done":
+            return self.failure or RunEnded(f"the run in {self.run_dir.path} is done")
+        return NotEnoughReplicas(f"the run in {self.run_dir.path} has ended before it was done ({self.ended}); continue with resume=auto")
 
     # -- the watch -----------------------------------------------------------------------------------------------------------
 
@@ -404,9 +415,7 @@ class ServedRun:
         begun = self._announced.get(decided.last.view.committed + 1)
         if begun is not None:
             self._begun = (decided.last.view.committed + 1, _digest(begun[0]))
-        self.server.take_over(
-            decided.last, decided.commit, decided.members, self.layout.replicas, self._noted, decided.healing, begun,
-        )
+        self.server.take_over(decided.last, decided.commit, decided.members, self.layout.replicas, self._noted, decided.healing, begun)
         view = self.server.coordinator.view
         self._events.emit("takeover", step=view.committed, epoch=view.epoch.key, incarnation=self._log.incarnation, members=list(view.replicas),
                           workers=sorted(told), seconds=now - self._start.since)
@@ -528,14 +537,15 @@ class ServedRun:
         if (said := self.server.progress.get(worker)) and not self.ended:
             step, suspected = self.server.coordinator.committed + 1, bool(self.server.coordinator.view.quarantined)
             self._post_mortem.died(WorkerInfo(worker, said.pid, said.host, said.host), self._place_of(worker), step, cause, suspected)
+        if said and (said.host, said.pid) != (socket.gethostname(), os.getpid()):  # of one replica alone rank 0 is this process
+            # Also of a life that is over already: of several frozen ranks none ends by itself. One that ends has last words to say.
+            ending = threading.Timer(LAST_WORDS_S if ended else 0.0, self._signal, (worker, signal.SIGKILL))
+            ending.daemon = True
+            ending.start()
         with self._turn:
             life = self._replicas.get(replica)
             if life and worker in life.member.workers and not life.gone:
-                life.gone = cause
-                # The others end by themselves, when they hear of it: all are started anew (rule 23). One that ends has last words to say.
-                ending = threading.Timer(LAST_WORDS_S if ended else 0.0, self._signal, (worker, signal.SIGKILL))
-                ending.daemon = True
-                ending.start()
+                life.gone = cause  # the others end by themselves, when they hear of it: all are started anew (rule 23)
                 self._events.emit("expel", replica=replica, rank=self._place_of(worker)[1], worker=worker, cause=cause)
             self._turn.notify_all()
 
@@ -546,9 +556,7 @@ class ServedRun:
         step = self.server.coordinator.committed + 1
         found = Diagnosis(
             self.run_dir.path / "diagnosis", self._signal, lambda w, message: self.server.order(w, dict(message)), self._look_into, self._stacks_of,
-            lambda folder, w: self._events.emit(
-                "diagnosis", step=step, replica=self._place_of(w)[0], rank=self._place_of(w)[1], worker=w, path=str(folder)
-            ),
+            lambda folder, w: self._events.emit("diagnosis", step=step, replica=self._place_of(w)[0], rank=self._place_of(w)[1], worker=w, path=str(folder)),
         )
         found.take(worker, cause, step, self.server.whereabouts())
         found.finish(worker)

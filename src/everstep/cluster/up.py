@@ -7,8 +7,8 @@
       -> everstep train CONFIG launcher=local replica.id=1 ...
 
 Ranks that die are started anew by their replica's torchrun; what dies above them (an agent, the lighthouse) is started anew here, later
-each time. Who dies more often than that is worth is given up, with what it said last. A replica that ends of something that would come again
-is left out, and the others go on.
+each time, also what was sent SIGTERM by somebody else. Who dies more often than that is worth is given up, with what it said last. A replica
+that ends of something that would come again is left out, and the others go on.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class _Supervisor:
             self._lighthouse.start()
             self._await_lighthouse()
             threading.Thread(target=self._watch_lighthouse, name="lighthouse-watch", daemon=True).start()
-            for child in self._replicas:
+            for child in self._replicas if not self._received else ():
                 child.start()
                 self._say(f"{child.name} has started (process {child.process.pid if child.process else 0})")
             while any(child.code is None for child in self._replicas) and not self._received:
@@ -241,7 +241,7 @@ class _Supervisor:
             elif ended == 3:
                 child.code = 3
                 self._say(f"{child.name} has ended and is not started anew: {child.last_words()}")
-            elif ended in (2, 4, 130):
+            elif ended in (2, 4):
                 raise _as_error(ended, f"{child.name}: {child.last_words()}")
 
     def _relay(self) -> None:
@@ -259,8 +259,10 @@ class _Supervisor:
         status = child.process.poll()
         if status is None:
             return None
-        if child in self._replicas and (status in (0, 2, 4, 130) or (status == 3 and child.final.exists())):
+        if child in self._replicas and (status in (0, 2, 4) or (status == 3 and child.final.exists())):
             return status
+        if self._received:  # it may have been told to stop, too, by whoever told us
+            return None
         self._say(f"{child.name} has ended with status {status}: {child.last_words()}")
         if child.deaths >= self._config.local.max_restarts:
             raise NotEnoughReplicas(
@@ -271,8 +273,9 @@ class _Supervisor:
         return None
 
     def _await_lighthouse(self) -> None:
+        """Until it listens, or we are told to stop."""
         end = time.monotonic() + _ANSWER_S
-        while True:
+        while not self._received:
             with contextlib.suppress(OSError), socket.create_connection(self._ports.coordinator, timeout=1.0):
                 return
             if self._lighthouse.process and self._lighthouse.process.poll() is not None:
@@ -326,4 +329,4 @@ class _Supervisor:
 def _as_error(code: int, message: str) -> Exception:
     from everstep.errors import InvariantViolated
 
-    return {2: BadInput, 4: InvariantViolated, 130: Interrupted}[code](message)
+    return {2: BadInput, 4: InvariantViolated}[code](message)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.cluster.processes import pid_runs
-from everstep.run_dir import open_run_dir
+from everstep.run_dir import is_starting, open_run_dir
 from everstep.telemetry import node_states
 from everstep.telemetry.events import Epoch, Event, epoch_key, read_events
 
@@ -112,6 +112,8 @@ def status(run_dir: str | os.PathLike[str]) -> RunStatus:
     if window.is_address(where := os.fspath(run_dir)):
         with contextlib.closing(window.Mirror(where, dict(os.environ))) as mirror:
             return fold(mirror.shown, read_events(mirror.path / "events"), read_pulse(mirror.path), mirror.now(), here=False)
+    if is_starting(Path(run_dir)):
+        return RunStatus(os.fspath(run_dir))
     folder = open_run_dir(Path(run_dir))
     return fold(str(folder.path), read_events(folder.events), read_pulse(folder.path))
 

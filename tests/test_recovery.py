@@ -30,7 +30,7 @@ from everstep.recovery.link import Link, Links
 from everstep.recovery.replica import ReplicaWorld
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.transaction import Transaction
-from everstep.recovery.view import Epoch, Heal, Kind, Member, Record, View
+from everstep.recovery.view import Epoch, Heal, Kind, Member, Record, View, Vote
 from everstep.telemetry.events import EventLog
 
 never = lambda: False
@@ -124,17 +124,29 @@ def test_a_commit_record_that_cannot_be_written_ends_the_run_and_is_told_to_nobo
 
 
 def test_a_process_that_comes_up_may_be_silent_for_longer_than_one_that_takes_part(tmp_path, monkeypatch):
-    """Importing holds the interpreter lock: no heartbeat leaves, and nobody waits for one. Before the run begins, and in a process's first seconds."""
-    monkeypatch.setattr("everstep.recovery.server.COMING_UP_S", 2.0)
-    server, members = serve(tmp_path, silence_s=0.4)
-    controls = [connect(server, worker, heartbeat_s=60.0) for worker in ("w0", "w1")]  # they say hello, and nothing more
+    """Importing holds the interpreter lock: no heartbeat leaves, and nobody waits for one. Before the run begins, and in the first seconds of a
+    process that is no member of the view: a member that is frozen before its first step holds the others up like any other."""
+    monkeypatch.setattr("everstep.recovery.server.COMING_UP_S", 3.0)
+    server, members = serve(tmp_path, replicas=3, silence_s=0.4)
+    controls = [connect(server, worker, heartbeat_s=60.0) for worker in ("w0", "w1", "w2", "w3")]  # they say hello, and nothing more
     time.sleep(1.0)
     assert not server.dead
-    server.open(members)
-    controls[0].phase(1, "compute")
-    assert until(lambda: "w0" in server.dead, 1.5) and "silent for 0.4 s (last: step 1, compute)" in server.dead["w0"]
-    assert "w1" not in server.dead
-    assert until(lambda: "w1" in server.dead, 5.0) and server.dead["w1"].startswith("silent for ")
+    controls[0]._heartbeat_s = 0.1
+    threading.Thread(target=controls[0]._heartbeat_loop, daemon=True).start()  # w0 goes on
+    server.open(members[:2])
+    controls[1].phase(1, "compute")
+    assert until(lambda: "w1" in server.dead, 1.5) and "silent for 0.4 s (last: step 1, compute)" in server.dead["w1"]
+    assert sorted(server.dead) == ["w1"]
+    server.joiner(members[2])  # formed, not in the view yet
+    time.sleep(0.6)
+    assert sorted(server.dead) == ["w1"]
+    for worker in ("w0", "w2"):
+        server.receive(worker, {"type": "link_ready", "link_id": server.coordinator.build.link_id})
+    server.receive("w0", {"type": "vote", "vote": Vote("w0", 1, server.coordinator.view.epoch, 1, 1.0, 0, True).to_json()})
+    assert server.coordinator.view.replicas == (0, 2)  # it entered with the commit
+    assert until(lambda: "w2" in server.dead, 1.5) and server.dead["w2"] == "silent for 0.4 s (last: step 0, idle)"
+    assert sorted(server.dead) == ["w1", "w2"]
+    assert until(lambda: "w3" in server.dead, 5.0) and server.dead["w3"].startswith("silent for ")
     server.close()
 
 

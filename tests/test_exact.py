@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from everstep.cluster import namespaces
 from everstep.cluster import worker as worker_module
 from everstep.cluster.forked import ForkedHost
 from everstep.engine import step as engine_step
+from everstep.recovery import transaction as transaction_module
 from everstep.recovery.faults import HELD_KINDS, UNHELD_PHASES
 from everstep.telemetry.events import epoch_key, seconds_between
 from everstep.telemetry.recoveries import survivor_inside
@@ -211,6 +213,32 @@ def test_a_rank_whose_cable_is_pulled_leaves_the_bits(phase, model, tmp_path):
     again = next(e for e in run.events if e.step == STEP and e.t_wall > death.t_wall and e.event in ("obey", "apply"))
     assert seconds_between(death, again) < 15.0  # far below any collective's timeout
     assert by_position(run, 3) == undisturbed(model, "")
+    assert gone(run.pids)
+
+
+def says_reduce_late() -> None:
+    """Replica 1 says that it reduces only when it has heard of the view in which it should not; there it hangs."""
+    reduce = transaction_module.Transaction._reduce
+
+    def late(self, work, view, *rest):
+        end = time.monotonic() + 30.0
+        while (self._replica, work.step) == (1, STEP) and self._control.epoch == view.epoch and time.monotonic() < end:
+            time.sleep(0.001)
+        return reduce(self, work, view, *rest)
+
+    transaction_module.Transaction._reduce = late  # type: ignore[method-assign]
+
+
+def test_a_rank_that_hangs_in_an_attempt_that_a_death_has_ended_is_the_one_that_is_replaced(model, tmp_path):
+    """Not the one that waits for it at an earlier point of the next attempt."""
+    rows = [Row("reduce", 0), Row("reduce", 1, "hang")]
+    schedule = Schedule(tuple(rows), 0)
+    run = finish(config(SFT, tmp_path / "run", *BASE, f"model.path={model}", *schedule.overrides()),
+                 host=functools.partial(ForkedHost, prepare=says_reduce_late))
+    assert_invariants(run, steps=STEPS)
+    assert [d["replica"] for d in run.kind("death")] == [0, 1]
+    assert run.kind("death")[1]["cause"].startswith(f"no progress: step {STEP}, reduce of an attempt that has ended, ")
+    assert by_position(run, 1) == undisturbed(model, "")
     assert gone(run.pids)
 
 

@@ -30,7 +30,7 @@ from everstep.recovery.link import Link, Links
 from everstep.recovery.replica import ReplicaWorld
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.transaction import Transaction
-from everstep.recovery.view import Epoch, Heal, Kind, Member, Record, View
+from everstep.recovery.view import Epoch, Heal, Kind, Member, Record, View, Vote
 from everstep.telemetry.events import EventLog
 
 never = lambda: False
@@ -124,17 +124,29 @@ def test_a_commit_record_that_cannot_be_written_ends_the_run_and_is_told_to_nobo
 
 
 def test_a_process_that_comes_up_may_be_silent_for_longer_than_one_that_takes_part(tmp_path, monkeypatch):
-    """Importing holds the interpreter lock: no heartbeat leaves, and nobody waits for one. Before the run begins, and in a process's first seconds."""
-    monkeypatch.setattr("everstep.recovery.server.COMING_UP_S", 6.0)
-    server, members = serve(tmp_path, silence_s=0.4)
-    controls = [connect(server, worker, heartbeat_s=60.0) for worker in ("w0", "w1")]  # they say hello, and nothing more
+    """Importing holds the interpreter lock: no heartbeat leaves, and nobody waits for one. Before the run begins, and in the first seconds of a
+    process that is no member of the view: a member that is frozen before its first step holds the others up like any other."""
+    monkeypatch.setattr("everstep.recovery.server.COMING_UP_S", 12.0)
+    server, members = serve(tmp_path, replicas=3, silence_s=0.4)
+    controls = [connect(server, worker, heartbeat_s=60.0) for worker in ("w0", "w1", "w2", "w3")]  # they say hello, and nothing more
     time.sleep(1.0)
     assert not server.dead
-    server.open(members)
-    controls[0].phase(1, "compute")
-    assert until(lambda: "w0" in server.dead, 10.0) and "silent for 0.4 s (last: step 1, compute)" in server.dead["w0"]
-    assert "w1" not in server.dead
-    assert until(lambda: "w1" in server.dead, 20.0) and server.dead["w1"].startswith("silent for ")
+    controls[0]._heartbeat_s = 0.1
+    threading.Thread(target=controls[0]._heartbeat_loop, daemon=True).start()  # w0 goes on
+    server.open(members[:2])
+    controls[1].phase(1, "compute")
+    assert until(lambda: "w1" in server.dead, 8.0) and "silent for 0.4 s (last: step 1, compute)" in server.dead["w1"]
+    assert sorted(server.dead) == ["w1"]
+    server.joiner(members[2])  # formed, not in the view yet
+    time.sleep(0.6)
+    assert sorted(server.dead) == ["w1"]
+    for worker in ("w0", "w2"):
+        server.receive(worker, {"type": "link_ready", "link_id": server.coordinator.build.link_id})
+    server.receive("w0", {"type": "vote", "vote": Vote("w0", 1, server.coordinator.view.epoch, 1, 1.0, 0, True).to_json()})
+    assert server.coordinator.view.replicas == (0, 2)  # it entered with the commit
+    assert until(lambda: "w2" in server.dead, 8.0) and server.dead["w2"] == "silent for 0.4 s (last: step 0, idle)"
+    assert sorted(server.dead) == ["w1", "w2"]
+    assert until(lambda: "w3" in server.dead, 30.0) and server.dead["w3"].startswith("silent for ")
     server.close()
 
 
@@ -584,6 +596,73 @@ def test_a_link_that_was_built_for_a_rank_that_left_is_dropped():
     built.set()
     assert until(lambda: not any(t.name == "link-x#1" for t in threading.enumerate()))
     assert ready == [] and links._links == {}
+
+
+class Built:
+    """As a link: how often it was dropped. ``fails``: when it is warmed."""
+
+    sent_bytes = 0
+
+    def __init__(self, fails: Exception | None = None):
+        self.drops, self._fails = 0, fails
+
+    def warm(self, stop):
+        if self._fails:
+            raise self._fails
+
+    def drop(self):
+        self.drops += 1
+
+
+@pytest.mark.parametrize("error", [LinkBroken("overtaken"), DeadlineExceeded("late"), RuntimeError("NCCL")])
+def test_a_link_that_is_not_warmed_in_the_background_is_dropped(error):
+    """Else each death would leave a communicator of those that were being built."""
+    link = Built(error)
+    links, ready = Links(lambda name, replicas: link, 1.0), []
+    view = View(Epoch(1, 1), (Member(0, 0, ("0a",)), Member(1, 0, ("1a",))), (), 0, "x#1")
+    links.build_in_background(Record(1, Kind.BUILD, view), never, lambda: ready.append(1))
+    assert until(lambda: link.drops == 1)
+    assert ready == [] and links._links == {}
+
+
+@pytest.mark.parametrize("how", ["overtaken", "not formed in"])
+def test_a_link_that_is_formed_after_it_was_given_up_is_dropped(how):
+    link, goes_on = Built(), threading.Event()
+
+    def build(name, replicas):
+        goes_on.wait(5.0)
+        return link
+
+    view = View(Epoch(1, 1), (Member(0, 0, ("0a",)), Member(1, 0, ("1a",))), (), 0, "x#1")
+    links, overtaken = Links(build, 0.1 if how != "overtaken" else 5.0), how == "overtaken"
+    with pytest.raises(LinkBroken, match=how):
+        links.use(Record(1, Kind.VIEW, view), lambda: overtaken)
+    assert link.drops == 0
+    goes_on.set()
+    assert until(lambda: link.drops == 1)
+    assert links._links == {}
+    assert links.use(Record(1, Kind.VIEW, view), never) == (link, False) and link.drops == 1
+
+
+def test_a_link_whose_devices_cannot_connect_is_dropped(monkeypatch):
+    class Group:
+        class Options:
+            config = SimpleNamespace(blocking=True)
+
+        aborted = threading.Event()
+
+        def __init__(self, *args): ...
+
+        def eager_connect_single_device(self, device):
+            raise RuntimeError("NCCL")
+
+        def abort(self):
+            self.aborted.set()
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    with pytest.raises(RuntimeError, match="NCCL"):
+        Link("x#1", (0, 1), 0, 0, dist.HashStore(), torch.device("cuda", 0), 1.0)
+    assert Group.aborted.wait(5.0)
 
 
 def test_the_lease_of_a_closed_log_is_free(tmp_path):

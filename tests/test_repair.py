@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -17,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from tests.support.launchers import trained
 from tests.support.paths import ways
 from tests.support.runs import SFT, Finished, config, finish, gone
@@ -26,9 +29,11 @@ from tests.test_faults import assert_invariants
 
 from everstep import cli
 from everstep.checkpoint import manifest
+from everstep.cluster import worker as worker_module
 from everstep.cluster.endpoint import FILE, Endpoint, ask
 from everstep.cluster.forked import ForkedHost
 from everstep.cluster.refill import Refill
+from everstep.engine import groups
 from everstep.errors import BadInput, BelowMinimum, WorkerFailed
 from everstep.recovery import heal
 from everstep.telemetry.events import read_events
@@ -232,6 +237,54 @@ def test_who_hangs_in_the_first_step_of_its_life_is_found_before_the_others_give
     (death,) = run.kind("death")
     assert death["replica"] == 1 and death["cause"].startswith("no progress: step 1, ")
     assert by_position(run, 2) == undisturbed(model, shape, "sft.steps=6")
+
+
+def the_first_spare_dies_when_all_have_met() -> None:
+    """Before it has told anybody its address: the others wait for that in torch's rendezvous."""
+    enter = worker_module.Worker._enter
+
+    def dying(self, formation):
+        if formation.build == 1 and self.worker_id == formation.workers[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        enter(self, formation)
+
+    worker_module.Worker._enter = dying  # type: ignore[method-assign]
+
+
+def the_first_spare_dies_when_the_world_is_made() -> None:
+    """It is connected: the others meet closed sockets in what the engine does first."""
+    enter, open_groups, entering = worker_module.Worker._enter, groups.open_groups, []
+
+    def remembered(self, formation):
+        entering.append((formation, self.worker_id))
+        enter(self, formation)
+
+    def dying(layout):
+        formation, worker = entering[-1]
+        if formation.build == 1 and worker == formation.workers[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        open_groups(layout)
+        if formation.build == 1:  # as any collective of the groups that were just opened would
+            dist.all_reduce(torch.zeros(1))
+
+    worker_module.Worker._enter, groups.open_groups = remembered, dying  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("prepare", [
+    the_first_spare_dies_when_all_have_met, pytest.param(the_first_spare_dies_when_the_world_is_made, marks=pytest.mark.full),
+], ids=lambda prepare: prepare.__name__)
+def test_who_lives_on_when_a_spare_dies_while_the_replica_forms_is_not_killed_and_keeps_its_state(prepare, model, tmp_path):
+    """The step is held meanwhile, so the state that it kept is the committed one: only the next spare heals."""
+    run = finish(config(SFT, tmp_path / "run", *BASE, *SHAPES["tp2"], path_of(model, "tp2"), "layout.spares=2", *ALL_NEEDED,
+                        f"faults=[{kill(4, 'reduce', 1)}]"), host=functools.partial(ForkedHost, prepare=prepare))
+    assert_invariants(run, steps=24)
+    assert [(e["replica"], e["rank"], e["worker"]) for e in run.kind("death")] == [(1, 0, "w2"), (1, 0, "w4")]
+    assert [e["worker"] for e in run.kind("expel")] == ["w2", "w4"]
+    healed = {e["rank"]: e["heal_bytes"] for e in run.kind("heal_done") if e["replica"] == 1}
+    assert healed[1] == 0 < healed[0]
+    assert max(r.stall_s for r in recoveries(run.events) if r.stall_s is not None) < 2 * STALL_S
+    assert by_position(run, 2) == undisturbed(model, "tp2")
+    assert gone(run.pids)
 
 
 @pytest.mark.full

@@ -225,7 +225,7 @@ class MemoryControl(Control):
     def phase(self, step: int, phase: str, **detail: Any) -> None:
         self._progress = {"step": step, "phase": phase}
         if detail.get("computing"):
-            self.rank.up.append({"type": "progress", "step": step, "phase": phase, "detail": detail})
+            self.rank.up.append({"type": "progress", "step": step, "phase": phase, "epoch": self.obeys.key, "detail": detail})
         if getcurrent() is self.rank.task:
             self.rank.wait(f"enters {phase}")
 

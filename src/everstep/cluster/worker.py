@@ -25,7 +25,7 @@ from everstep.checkpoint.index import Index
 from everstep.checkpoint.memory import Stamp
 from everstep.checkpoint.storage import place
 from everstep.checkpoint.writer import RankWriter, Ticket
-from everstep.cluster import admission, orphaned, rehearsal
+from everstep.cluster import admission, orphaned, rehearsal, world
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.device import memory_gb
 from everstep.cluster.exchange import gather_batches
@@ -41,7 +41,7 @@ from everstep.cluster.step_work import Slots, StepWork
 from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.engine import cpu, source
-from everstep.engine.groups import close_groups
+from everstep.engine.groups import close_groups, forget_frames
 from everstep.engine.loss import LossSpec
 from everstep.engine.offload import Part
 from everstep.engine.step import Engine
@@ -104,6 +104,7 @@ class Worker:
         self._transaction: Transaction | None = None
         self._state: WholeState | Island | None = None
         self._kept: Kept | None = None
+        self._world_store: dist.Store | None = None
         self._entered = threading.Event()  # a view has included this worker in its present formation
         self.layout = derive.layout(config)
         self.calls = orphaned.Calls()
@@ -152,12 +153,17 @@ class Worker:
         LOG.info("takes place %d/%d in life %d, state from %s", formation.replica, formation.rank, formation.build, formation.start)
         self.leave()
         self._meet(formation)
+        failure: Exception | None = None
         try:
             self._enter(formation)
-        except BaseException:
-            self._formation = None
+        except Exception as error:
+            failure = world.explained(error, formation.replica, lambda: self._look(formation)) if len(formation.workers) > 1 else error
+            forget_frames(error.__traceback__)  # the engine's, and with them its groups
+        if failure is not None:
+            self._state = self._transaction = self._links = self._formation = self._world_store = None
             close_groups()
-            raise
+            raise failure
+        self._kept = None  # not before: who could not enter still has what it had
 
     def _meet(self, formation: Formation) -> None:
         """Wait until all ranks of the replica are here. Nothing can interrupt torch.distributed once it waits for one that is
@@ -167,9 +173,7 @@ class Worker:
         everybody = [f"{name}/here/{rank}" for rank in range(len(formation.workers))]
         end = time.monotonic() + self.config.recovery.reform_timeout_s
         while not store.check(everybody):
-            self.control.must_not_be_lost()
-            if store.check([called_off(formation.life)]):
-                raise ReplicaBroken(f"replica {formation.replica}: a rank is gone, before all met")
+            self._look(formation)
             if time.monotonic() > end:
                 raise DeadlineExceeded(
                     f"replica {formation.replica}: its ranks did not meet in {self.config.recovery.reform_timeout_s:g} s "
@@ -177,9 +181,14 @@ class Worker:
                 )
             time.sleep(0.005)
 
+    def _look(self, formation: Formation) -> None:
+        """Raises ReplicaBroken if the formation was called off."""
+        self.control.must_not_be_lost()
+        if self.store.check([called_off(formation.life)]):
+            raise ReplicaBroken(f"replica {formation.replica}: a rank is gone, before all had formed")
+
     def _enter(self, formation: Formation) -> None:
-        self._formation, rollbacks = formation, self._rollbacks
-        kept, self._kept = self._kept, None
+        self._formation, kept, rollbacks = formation, self._kept, self._rollbacks
         if kept and (kept.position != self.position or kept.scalars["has_reference"] != formation.reference):
             kept = None  # it is now another rank, or lacks the reference model: it heals whole
         if kept:
@@ -192,9 +201,12 @@ class Worker:
         page.place(formation.replica, formation.rank)
         timeout = timedelta(seconds=self.config.recovery.others_timeout_s)
         if not dist.is_initialized():  # torchrun's world is made by the launcher
+            self._world_store = self.store.open()
+            if self.device.type != "cuda":  # threads of NCCL ask the store when no Python may run
+                self._world_store = world.WatchedStore(self._world_store, lambda: self._look(formation))
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
-                store=dist.PrefixStore(formation.world_name, self.store.open()), rank=formation.rank, world_size=size, timeout=timeout,
+                store=dist.PrefixStore(formation.world_name, self._world_store), rank=formation.rank, world_size=size, timeout=timeout,
             )
         loads = formation.start == "weights" or (self.config.lora.rank and kept is None)
         engine = Engine(self.config, self._source.hf_config, self.position, self.layout, self.device)
@@ -226,15 +238,15 @@ class Worker:
             name, replicas, replica, rank, self.store.open(), self.device, recovery.link_timeout_s
         )
         self._links = Links(build, recovery.link_timeout_s)
-        world = ReplicaWorld(str(replica), size, recovery.others_timeout_s, self._is_broken)
+        peers = ReplicaWorld(str(replica), size, recovery.others_timeout_s, self._is_broken)
         healing = Healing(replica, rank, self.store.as_store, control.local_host, self._state, recovery, self.events, control.wants_heal)
         self._transaction = Transaction(
-            recovery, replica, formation.build, rank, self.worker_id, control, self._links, world, healing, self._state, self.events,
+            recovery, replica, formation.build, rank, self.worker_id, control, self._links, peers, healing, self._state, self.events,
             Custody(self.config.watch.check_state_every, self._state, self._corrupt), derive.held_s(self.config),
         )
         self.events.emit("form", epoch=self.control.epoch.key, replica=replica, rank=rank, build=formation.build, world_size=size)
         self._has_reference = formation.reference
-        self.keeping.take_place(replica, rank, world)
+        self.keeping.take_place(replica, rank, peers)
         if formation.start == "weights":
             self.keeping.copy(self._state)
         how = formation.start if formation.start == "peer" else self.config.model.init
@@ -271,15 +283,12 @@ class Worker:
 
     def _forget_what_is_void(self, record: Record) -> None:
         """A state beyond the committed step is of steps that were taken back: when they are made again its version will be that of another one."""
-        committed, kept, state = record.view.committed, self._kept, self._state
-        if kept and kept.version > committed:
+        back, kept, state = record.kind is Kind.ROLLBACK, self._kept, self._state
+        void = lambda version: version > record.view.committed if version is not None else back
+        self._rollbacks += back
+        if kept and void(kept.version):
             self._kept = None
-        if record.kind is Kind.ROLLBACK:
-            self._rollbacks += 1
-        if state is None or self.worker_id in record.view.workers:
-            return
-        version = state.version
-        if (version is None and record.kind is Kind.ROLLBACK) or (version is not None and version > committed):
+        if state is not None and self.worker_id not in record.view.workers and void(state.version):
             self._void = state
 
     def _on_record(self, record: Record) -> None:

@@ -94,8 +94,8 @@ class RecoveryConfig(Section):
     silence_s: float = Field(
         30.0,
         gt=0,
-        description="A rank that says nothing for this long (frozen process, lost node) is killed and replaced. While a process comes up "
-        "it has 30 s at least: loading libraries can hold its interpreter lock for seconds.",
+        description="A rank that says nothing for this long (frozen process, lost node) is killed and replaced. While a process comes up, "
+        "and takes part in no step yet, it has 30 s at least: loading libraries can hold its interpreter lock for seconds.",
     )
     progress_timeout_s: float = Field(
         120.0,

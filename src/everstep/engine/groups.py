@@ -74,6 +74,9 @@ def close_groups() -> None:
     if dist.is_initialized():
         abort_groups()
         dist.destroy_process_group()
+    else:
+        # A world that could not be made has taken a number, and the next one would not meet those of processes that began at 0.
+        dist.distributed_c10d._world.group_count = 0
     _unwrap_excepthook()
     give_memory_back()
 

@@ -53,6 +53,7 @@ class Control:
     """
 
     _orphaned: str | None = None  # why this rank has no coordinator at present, but may find another one
+    obeys = Epoch(0, 0)  # of the view under which this rank acts: what it says of its progress is meant so, whatever it has heard since
 
     def __init__(
         self, address: tuple[str, int], token: str, worker: str, heartbeat_s: float, connect_timeout_s: float = 30.0,
@@ -205,7 +206,7 @@ class Control:
     def phase(self, step: int, phase: str, **detail: Any) -> None:
         self._main = threading.get_ident()
         page.phase(step, phase)
-        self._progress = {"type": "progress", "step": step, "phase": phase, "detail": detail}
+        self._progress = {"type": "progress", "step": step, "phase": phase, "epoch": self.obeys.key, "detail": detail}
         self._send(self._progress)
         self.on_phase(step, phase)
 

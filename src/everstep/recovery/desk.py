@@ -302,7 +302,8 @@ class Desk:
     def _note(self, record: Record) -> None:
         view, members = record.view, list(record.view.replicas)
         if self._judge and record.kind is not Kind.BUILD:
-            self._judge.view(view.members, view.healing, time.monotonic(), anew=record.kind in (Kind.VIEW, Kind.ROLLBACK))
+            anew = record.kind in (Kind.VIEW, Kind.ROLLBACK) or record.cause == TAKEOVER  # else the attempt in progress goes on, or is committed
+            self._judge.view(view.members, view.healing, time.monotonic(), view.epoch.key if anew else None)
         if record.cause == TAKEOVER:
             self._events.emit("view", step=view.committed, epoch=view.epoch.key, members=members, healing=sorted(view.healing), cause=record.cause,
                               deal=view.deal.number, dealt=list(view.deal.replicas), quarantined=[])
@@ -363,13 +364,14 @@ class Desk:
                 entered = (message["step"], message["phase"]) != (progress.step, progress.phase)
                 progress.step, progress.phase = message["step"], message["phase"]
                 progress.detail = message.get("detail", {})
-                self._judge_hears(worker, progress.step, progress.phase, bool(message.get("waits")))
+                incarnation, counter = message.get("epoch", (0, 0))
+                self._judge_hears(worker, progress.step, progress.phase, bool(message.get("waits")), (incarnation, counter))
                 if entered:
                     progress.since = progress.heard
                     self._listener.on_phase(worker, progress.step, progress.phase)
             case "vote":
                 vote = Vote.from_json(message["vote"])
-                self._judge_hears(worker, vote.step, "voted", True)
+                self._judge_hears(worker, vote.step, "voted", True, vote.epoch.key)
                 self._event(lambda: self.coordinator.vote(vote))
             case "link_ready":
                 self._event(lambda: self._acknowledged(worker, message["link_id"]))
@@ -403,7 +405,7 @@ class Desk:
             self._events.emit("link_ready", link=link_id, members=[member.replica for member in build.members])
         return records
 
-    def _judge_hears(self, worker: str, step: int, phase: str, waits: bool) -> None:
+    def _judge_hears(self, worker: str, step: int, phase: str, waits: bool, epoch: tuple[int, int]) -> None:
         if self._judge:
             with self._changed:
-                self._judge.entered(worker, step, phase, time.monotonic(), waits)
+                self._judge.entered(worker, step, phase, time.monotonic(), waits, epoch)

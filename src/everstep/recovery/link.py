@@ -57,7 +57,11 @@ class Link:
             options = dist.ProcessGroupNCCL.Options()
             options.config.blocking = False
             self._group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
-            self._group.eager_connect_single_device(device)
+            try:
+                self._group.eager_connect_single_device(device)
+            except BaseException:
+                self.drop()
+                raise
         else:
             self._group = dist.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=timeout_s))
 
@@ -243,27 +247,41 @@ def _ranges(tensor: torch.Tensor) -> Iterator[slice]:
         yield slice(start, min(start + step, tensor.numel()))
 
 
-def interruptible(build: Callable[[], Any], stop: Callable[[], bool], timeout_s: float, what: str) -> Any:
+def interruptible(build: Callable[[], Link], stop: Callable[[], bool], timeout_s: float, what: str) -> Link:
     """``build()`` in a thread of its own, given up when ``stop`` turns true: a group's constructor waits for members that may
-    be dead by now. Raises LinkBroken."""
-    result: list[Any] = []
+    be dead by now. What is built after that is dropped. Raises LinkBroken."""
+    result: list[Link] = []
     failure: list[BaseException] = []
+    lock, given_up = threading.Lock(), threading.Event()
 
     def run() -> None:
         try:
-            result.append(build())
+            link = build()
         except (RuntimeError, ValueError) as error:  # what c10d raises when the others do not come
             failure.append(error)
+            return
+        with lock:
+            if not given_up.is_set():
+                result.append(link)
+                return
+        link.drop()
 
     thread = threading.Thread(target=run, name=f"build {what}", daemon=True)
     thread.start()
     end = time.monotonic() + timeout_s
-    while thread.is_alive():
-        if stop():
-            raise LinkBroken(f"{what} was overtaken by a newer view while it was being formed")
-        if time.monotonic() > end:
-            raise LinkBroken(f"{what} was not formed in {timeout_s:g} s")
-        thread.join(0.001)
+    try:
+        while thread.is_alive():
+            if stop():
+                raise LinkBroken(f"{what} was overtaken by a newer view while it was being formed")
+            if time.monotonic() > end:
+                raise LinkBroken(f"{what} was not formed in {timeout_s:g} s")
+            thread.join(0.001)
+    except BaseException:
+        with lock:
+            given_up.set()
+            for link in result:
+                link.drop()
+        raise
     if failure:
         raise LinkBroken(f"{what} could not be formed: {failure[0]}") from failure[0]
     return result[0]
@@ -291,11 +309,15 @@ class Links:
 
         def run() -> None:
             leave_out()
+            link: Link | None = None
             try:
                 link = self._build(name, replicas)
                 link.warm(obsolete)
             except (LinkBroken, DeadlineExceeded, RuntimeError):
-                return  # no acknowledgement: the coordinator never names this link; a death or deadline is reported elsewhere
+                # No acknowledgement: the coordinator never names this link; a death or deadline is reported elsewhere.
+                if link is not None:
+                    link.drop()  # else its communicator stays, and on a GPU its kernel spins
+                return
             with self._lock:
                 if not self._closed:
                     self._links[name] = record.number, link
@@ -337,8 +359,7 @@ class Links:
 
     def _form(self, name: str, replicas: Sequence[int], stop: Callable[[], bool]) -> Link:
         with for_others():
-            link: Link = interruptible(lambda: self._build(name, replicas), stop, self._timeout_s, f"link {name}")
-        return link
+            return interruptible(lambda: self._build(name, replicas), stop, self._timeout_s, f"link {name}")
 
     def drop_all(self) -> None:
         with self._lock:

@@ -52,7 +52,7 @@ class CoordinatorServer(Desk):
     """Owns the coordinator of one run.
 
     ``token``: what a rank must know to be heard. ``silence_s``: a rank of which nothing was heard for so long is expelled;
-    while it comes up, and nobody waits for it in a step, not before COMING_UP_S.
+    while it comes up, and no view has it as a member, not before COMING_UP_S.
     ``build_timeout_s``: for a link to be acknowledged by everybody. ``heartbeat_s``: every rank hears something this often.
     ``address``: of whoever accepts connections for it and hands them over (:meth:`attend`); None: it does that itself.
     """
@@ -67,6 +67,7 @@ class CoordinatorServer(Desk):
         self._heartbeat_s, self._judge_every_s, self.token = heartbeat_s, judge_every_s, token
         self._silence_s, self._build_timeout_s = silence_s, build_timeout_s
         self._build: tuple[str, float] = ("", 0.0)  # the link in construction and since when
+        self._members: dict[str, float] = {}  # workers in the view, and since when
         self._socket = socket.create_server((host, 0), backlog=256) if address is None else None
         self.address: tuple[str, int] = (host, self._socket.getsockname()[1]) if self._socket else address  # type: ignore[assignment]
         loops = {self._silence_loop: "watching for silence", self._heartbeat_loop: "sending heartbeats"}
@@ -165,6 +166,7 @@ class CoordinatorServer(Desk):
                         said.heard += late
                     if self._judge:
                         self._judge.excuse(late)
+                self._members = {worker: self._members.get(worker, now) for worker in self.coordinator.view.workers}
                 limits = {worker: self._silence_limit(worker, now) for worker in self._sessions}
                 silent = {worker: limit for worker, limit in limits.items() if now - self.progress[worker].heard > limit}
                 build = self.coordinator.build
@@ -187,9 +189,10 @@ class CoordinatorServer(Desk):
                 self._event(self.coordinator.build_expired)
 
     def _silence_limit(self, worker: str, now: float) -> float:
-        said = self.progress[worker]
+        """Until its first step a member says no more than a process that comes up; but the others wait for it."""
+        said, member_since = self.progress[worker], self._members.get(worker, now)
         begins = self.coordinator.state is State.FORMING or now - said.since < COMING_UP_S
-        comes_up = (said.step, said.phase) == (0, "idle") and begins
+        comes_up = (said.step, said.phase) == (0, "idle") and begins and now - member_since < self._silence_s
         return max(self._silence_s, COMING_UP_S) if comes_up else self._silence_s
 
     def _heartbeat_loop(self) -> None:

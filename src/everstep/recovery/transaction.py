@@ -186,6 +186,7 @@ class Transaction:
         attempts = 0
         try:
             while True:
+                self._control.obeys = self._control.epoch  # whatever attempt I was in, I have left it
                 self._enter(Phase.BEGIN, work.step)
                 record = self._agree_on_view(work.step, called)
                 if not record.view.deal.lives:  # nothing is computed until the dead are replaced
@@ -259,6 +260,7 @@ class Transaction:
             raise Fenced(f"worker {self._worker} is not in view {record.view.epoch}: replica {self._replica} lives on without it")
         if record.view.committed != step - 1:
             raise Fenced(f"step {step} was called, but {record.view.committed} is the last committed step")
+        self._control.obeys = record.view.epoch
         self._tell("obey", step, record.view.epoch)
         return record
 

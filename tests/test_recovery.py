@@ -27,6 +27,8 @@ from everstep.recovery.coordinator import Coordinator, State
 from everstep.recovery.desk import Listener
 from everstep.recovery.healing import Healing
 from everstep.recovery.link import Link, Links
+from everstep.recovery.proxy import Relay
+from everstep.recovery.rendezvous import Announcement
 from everstep.recovery.replica import ReplicaWorld
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.transaction import Transaction
@@ -87,6 +89,45 @@ def test_whose_process_ends_once_the_run_is_over_has_not_died_of_anything(over, 
     for control in controls:
         control.close()
     server.close()
+
+
+@pytest.mark.parametrize(("told", "silence_s"), [(True, 30.0), (False, 0.3), (False, 30.0)], ids=["hears-the-end", "hears-nothing", "is-not-missed"])
+def test_a_rank_that_is_expelled_does_not_take_its_coordinator_for_dead(told, silence_s, tmp_path):
+    """It would end what it shares with the others (a placement group of Ray) after the grace. Whoever hears nothing fences itself, and asks."""
+    server, members = serve(tmp_path, silence_s=silence_s, heartbeat_s=0.1)
+    relay = Relay(server.address)
+    control = Control(relay.address, "secret", "w0", 0.1, fence_s=0.5, grace_s=2.5)
+    other = connect(server, "w1")
+    control.find = lambda: Announcement(1, server.address, server.address, "secret")
+    refused, abandoned = [], []
+    control.on_refused, control.on_abandoned = refused.append, abandoned.append
+    assert until(lambda: server.connected("w0") and server.connected("w1"))
+    server.open(members)
+    assert until(lambda: control.epoch.counter == 1)
+    control.phase(1, "compute")  # it has come up
+    if told:
+        server.expel("w0", "on purpose")
+    else:
+        relay.cut()
+    assert until(lambda: bool(refused)) and f"was expelled: {server.dead['w0']}" in refused[0]
+    time.sleep(3.0)
+    assert len(refused) == 1 and not abandoned and control.lost
+    assert list(server.dead) == ["w0"], "its questions disturb nobody"
+    other.close()
+    server.close()
+    relay.close()
+
+
+def test_a_rank_whose_coordinator_is_gone_is_abandoned_after_the_grace(tmp_path):
+    server, members = serve(tmp_path)
+    control = Control(server.address, "secret", "w0", 0.1, grace_s=0.5)
+    control.find = lambda: Announcement(1, server.address, server.address, "secret")
+    refused, abandoned = [], []
+    control.on_refused, control.on_abandoned = refused.append, abandoned.append
+    assert until(lambda: server.connected("w0"))
+    server.open(members)
+    server.close()
+    assert until(lambda: bool(abandoned)) and "no coordinator for 0.5 s" in abandoned[0] and not refused
 
 
 def test_a_rank_that_dies_between_its_formation_and_the_first_view_is_not_in_it_for_long(tmp_path):

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from everstep.cluster.worker import Slots
 
 
+_KILLED_S = 10.0  # for who expelled a worker to kill it: what it was doing is looked at before that
+
+
 @dataclass(frozen=True)
 class WorkerSpec:
     """What a worker process needs to start. ``coordinator`` and ``store``: (host, port). ``role``: a rank or spare, or a rollout engine."""
@@ -159,6 +162,7 @@ def make_worker(spec: WorkerSpec, node: str, abandon: Callable[[str], None] | No
     if spec.config.watch.diagnose:  # first of all: a signal that nobody awaits ends a process
         diagnosis.register(Path(spec.log_path).with_suffix(".stacks"))
     warnings.filterwarnings("ignore", module=r"torch|megatron|transformers")  # advice to developers of those
+    A worker that is expelled by a coordinator that lives ends alone: what the others share is not its to remove.
 
     import torch
 
@@ -197,7 +201,11 @@ def make_worker(spec: WorkerSpec, node: str, abandon: Callable[[str], None] | No
         events.emit("error", error="CoordinatorLost", message=cause)
         (abandon or _exit)(cause)
 
-    control.on_abandoned = abandoned
+    def refused(cause: str) -> None:
+        time.sleep(_KILLED_S)
+        _exit(cause)
+
+    control.on_abandoned, control.on_refused = abandoned, refused
     log = spec.config.log
     start_log = functools.partial(logs.start, Path(spec.log_path).with_suffix(".jsonl"), spec.worker_id, log.level, log.max_bytes, log.keep)
     if spec.role == "engine":

@@ -144,6 +144,11 @@ class _Child:
     def _listen(self) -> None:
         ended = f"process {self.pid} closed its pipe"
         try:
+    def leave(self) -> None:
+        """Of one that another controller shall reach: it is told that this one is gone."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as end:  # it is gone itself
+            end.shutdown(socket.SHUT_RDWR)  # wakes the listening thread, which close() does not
+
             while True:
                 number, error, value = pickle.loads(self.pipe.recv_bytes())
                 with self._lock:
@@ -187,7 +192,7 @@ class ForkedHost:
         self.address = self._bridge.address if self._bridge else "127.0.0.1"
         self._children: dict[str, _Child] = {}
         self._watch: ProcessWatch | None = None
-        self._closed = False
+        self._closed, self._kept = False, True  # whether the processes end with us
         self._lock = threading.Lock()
         self.infos: dict[str, WorkerInfo] = {}
         self._agents: list[Any] = []
@@ -207,7 +212,7 @@ class ForkedHost:
     def attach(self, handle: Mapping[str, Any]) -> None:
         if handle.get("kind") != "forked":
             raise BadInput("the workers of this run are no processes of this kind of host; start again with resume=auto")
-        self._key = bytes.fromhex(handle["key"])
+        self._key, self._kept = bytes.fromhex(handle["key"]), False
         for worker, pid in handle["pids"].items():
             with contextlib.suppress(OSError):  # it died with its controller, or before
                 self._children[worker] = child = _Child.reach(worker, pid, self._key)
@@ -220,6 +225,9 @@ class ForkedHost:
         self._await_start(spec, time.monotonic() + _START_S)
         if self._watch:
             self._watch.add(spec.worker_id, self.infos[spec.worker_id].pid)
+
+    def keep(self) -> None:
+        self._kept = True
 
     def has_place(self, worker: str) -> bool:
         return True
@@ -300,9 +308,10 @@ class ForkedHost:
                 self._watch.close()
             children = list(self._children.values())
             for child in children:
-                child.signal(signal.SIGKILL)
+                child.signal(signal.SIGKILL) if self._kept else child.leave()
             for child in children:
-                child.wait_gone(_END_S)
+                if self._kept:
+                    child.wait_gone(_END_S)
                 child.forget()
             for agent in self._agents:  # it was told that the run is over
                 agent.join(_AGENT_S)

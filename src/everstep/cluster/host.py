@@ -85,7 +85,11 @@ class Host(Protocol):
         """What another controller needs to reach these workers if this one dies (JSON); empty if they end with it."""
 
     def attach(self, handle: Mapping[str, Any]) -> None:
-        """In the place of ``start``: reach the workers of a dead controller, those that live. Raises BadInput if nobody can."""
+        """In the place of ``start``: reach the workers of a dead controller, those that live. Raises BadInput if nobody can. Until
+        :meth:`keep`, ``close`` leaves them as they are."""
+
+    def keep(self) -> None:
+        """The takeover stands: the workers that were reached are this host's, and end with it."""
 
     def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str] = ()) -> None:
         """One more process once the run goes on: where the dead worker ``instead_of`` was, if that machine lives, else wherever there
@@ -131,7 +135,7 @@ class Host(Protocol):
         """Kill the worker's process; returns once it can do no more harm (rule 8). Raises DeadlineExceeded."""
 
     def close(self) -> None:
-        """End all processes, whatever state they are in."""
+        """End all processes, whatever state they are in; but for a dead controller's (see ``attach``)."""
 
 
 class Sharing:

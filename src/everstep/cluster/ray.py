@@ -67,7 +67,7 @@ class RayHost:
         self._group: Any = None
         self._watch: ProcessWatch | None = None
         self._agents = RayAgents()
-        self._closed = False
+        self._closed, self._kept = False, handle is None  # whether the workers end with us
         self._adding, self._adds = threading.Condition(), 0  # processes that are being started beside the run
         self._own = not ray.is_initialized() and not config.ray.address  # Ray is started for this run, and ends with it
         self._apart: Apart | None = None
@@ -123,6 +123,11 @@ class RayHost:
             with contextlib.suppress(ValueError):  # it died with its controller, or before
                 self._actors[worker] = ray.get_actor(worker, self._apart.namespace)
                 self.infos[worker] = WorkerInfo(worker, pid, host, node)
+
+    def keep(self) -> None:
+        assert self._apart is not None
+        self._kept = True
+        self._apart.keep()
 
     def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str] = ()) -> None:
         where: Any = "SPREAD"  # anywhere: a node that came to the cluster since, or came back
@@ -267,14 +272,18 @@ class RayHost:
         with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails
             last_first.callback(self._leave_ray)
             last_first.callback(self._await_adds)
-            last_first.callback(self._end_processes)
-            if self._group and not self._own:  # a Ray of our own ends with us
-                last_first.callback(_ask_ray, remove_placement_group, self._group)
-            for actor in list(self._actors.values()):
-                last_first.callback(_ask_ray, ray.kill, actor, no_restart=True)
+            if self._kept:
+                self._close_workers(last_first)
             last_first.callback(self._agents.close)
             if self._watch:
                 last_first.callback(self._watch.close)
+
+    def _close_workers(self, last_first: contextlib.ExitStack) -> None:
+        last_first.callback(self._end_processes)
+        if self._group and not self._own:  # a Ray of our own ends with us
+            last_first.callback(_ask_ray, remove_placement_group, self._group)
+        for actor in list(self._actors.values()):
+            last_first.callback(_ask_ray, ray.kill, actor, no_restart=True)
 
     def _await_lease(self, worker: str) -> bool:
         """Whether the worker's node is lost: nothing can be killed there. Its processes hear nothing from the coordinator since the

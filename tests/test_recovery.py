@@ -250,9 +250,12 @@ class Launcher:
         self.hold = threading.Event()
         self.hold.set()
         self.nodes: dict[str, str] = {}
+        self.stuck: dict[str, threading.Event] = {}
 
     def confirm_dead(self, worker):
         self.hold.wait(5.0)
+        if worker in self.stuck:
+            assert self.stuck[worker].wait(20.0)
         if worker == "unkillable":
             raise KeyError("a bug")
         self.confirmed.append(worker)
@@ -291,6 +294,28 @@ def test_all_ranks_of_a_replica_that_died_together_are_replaced_in_one_formation
     launcher.hold.set()
     assert until(lambda: not r.hopeful(["0a", "1a", "1b"]))
     assert [m.workers for m in launcher.announced] == [("s1", "0b")]  # one spare is left for two gaps
+    r.close()
+
+
+def test_a_process_that_does_not_end_delays_no_repair_but_its_own():
+    """Nor is another one of its replica formed around it, nor it taken for a spare, before it is gone."""
+    launcher = Launcher()
+    launcher.stuck = {"0a": threading.Event(), "s3": threading.Event()}
+    r = repair(launcher, ["s1", "s2", "s3"])
+    r.worker_died("0a")
+    r.worker_died("0b")
+    r.worker_died("s3")
+    assert until(lambda: "0b" in launcher.confirmed and r.spares == ["s1", "s2"])
+    r.worker_died("1a")
+    assert until(lambda: [m.workers for m in launcher.announced] == [("s1", "1b")])
+    assert r.hopeful(["0a"]) and r.hopeful(["s3"]) and launcher.formed == [["s1", "1b"]]
+    r.spare_is_ready("s4")
+    time.sleep(1.5)
+    assert launcher.formed == [["s1", "1b"]]
+    for ended in launcher.stuck.values():
+        ended.set()
+    assert until(lambda: not r.hopeful(["0a", "0b", "1a", "s3"]))
+    assert sorted(launcher.announced[-1].workers) == ["s2", "s4"] and launcher.announced[-1].replica == 0 and r.spares == [] and r.failure is None
     r.close()
 
 

@@ -132,7 +132,8 @@ class Host(Protocol):
         """Cut the worker's process off the network, for good; says how. "" if this host has no way to."""
 
     def end(self, worker: str) -> None:
-        """Kill the worker's process; returns once it can do no more harm (rule 8). Raises DeadlineExceeded."""
+        """Kill the worker's process; returns once it can do no more harm (rule 8), however long that takes. Raises DeadlineExceeded if the host
+        is closed first. Called on threads of its own."""
 
     def close(self) -> None:
         """End all processes, whatever state they are in; but for a dead controller's (see ``attach``)."""
@@ -161,12 +162,12 @@ def make_worker(spec: WorkerSpec, node: str, abandon: Callable[[str], None] | No
     """In the worker's own process: its output goes to its log from now on, its device is ready, its channel connected.
 
     ``node``: processes of one node share its memory. ``abandon``: called once its coordinator is gone and no other one came in time; ends the process.
+    A worker that is expelled by a coordinator that lives ends alone: what the others share is not its to remove.
     """
     _redirect_output(Path(spec.log_path))
     if spec.config.watch.diagnose:  # first of all: a signal that nobody awaits ends a process
         diagnosis.register(Path(spec.log_path).with_suffix(".stacks"))
     warnings.filterwarnings("ignore", module=r"torch|megatron|transformers")  # advice to developers of those
-    A worker that is expelled by a coordinator that lives ends alone: what the others share is not its to remove.
 
     import torch
 

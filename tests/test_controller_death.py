@@ -24,7 +24,7 @@ from tests.test_exact import BASE, SHAPES, by_position, undisturbed
 from tests.test_faults import assert_invariants
 from tests.test_plan_cli import TOKEN, survivors
 
-from everstep.cluster import forked
+from everstep.cluster import forked, takeover
 from everstep.cluster.forked import ForkedHost
 from everstep.config.check import check_plan
 from everstep.config.schema import Config
@@ -34,7 +34,7 @@ from everstep.recovery import rendezvous
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.desk import Desk
 from everstep.recovery.view import Kind
-from everstep.telemetry.events import read_events
+from everstep.telemetry.events import EventLogError, read_events
 from everstep.telemetry.status import status
 
 pytestmark = [pytest.mark.timeout(200)]
@@ -279,8 +279,33 @@ def test_what_attach_refuses_leaves_the_workers_alone(model, tmp_path):
     assert end(first) == 0
 
 
+def refuses(step: int) -> None:
+    """As if the commit record had no state of the recipe, which is found out once the workers obey the new controller."""
+
+    def decide(*args):
+        raise BadInput("--attach: refused")
+
+    takeover.decide = decide  # type: ignore[assignment]
+
+
+def test_a_takeover_that_is_refused_leaves_the_workers_waiting_for_another_one(model, tmp_path):
+    conf = config(SFT, tmp_path / "run", *BASE, *GRACE, f"model.path={model}", "layout.replicas=2", "layout.spares=0", "recovery.memory_checkpoint_every=2")
+    assert end(start(conf, between_two_steps)) == -signal.SIGKILL
+    assert end(start(conf, refuses, attach=True)) == 1
+    found = rendezvous.find(tmp_path / "run")
+    assert found is not None and found.incarnation == 2 and shared_memory(tmp_path / "run"), "where they are found, and their copies"
+    assert not read_kind(tmp_path, "run_end") and [e["message"] for e in read_kind(tmp_path, "error")] == ["--attach: refused"]
+    assert end(start(conf, attach=True)) == 0
+    done = Finished(tmp_path / "run", read_events(tmp_path / "run" / "events"))
+    assert_invariants(done, steps=STEPS)
+    assert by_position(done, 2) == undisturbed(model, "", f"sft.steps={STEPS}")
+    assert not done.kind("death") and len(done.kind("form")) == 2 and gone(done.pids)
+
+
 def read_kind(folder: Path, kind: str) -> list:
-    return [e for e in read_events(folder / "run" / "events") if e.event == kind]
+    with contextlib.suppress(EventLogError):  # not begun yet
+        return [e for e in read_events(folder / "run" / "events") if e.event == kind]
+    return []
 
 
 @pytest.mark.parametrize(
@@ -305,7 +330,7 @@ def _commits(folder: Path) -> int:
     return lead.read_text().count('"event":"commit"') if lead.exists() else 0
 
 
-def _until(condition: Callable[[], bool], process: subprocess.Popen, within_s: float = 120.0) -> None:
+def _until(condition: Callable[[], bool], process: subprocess.Popen, within_s: float = 180.0) -> None:
     end_at = time.monotonic() + within_s
     while not condition():
         assert process.poll() is None, process.communicate()
@@ -313,12 +338,31 @@ def _until(condition: Callable[[], bool], process: subprocess.Popen, within_s: f
         time.sleep(0.02)
 
 
+REFUSES = """
+import sys
+from everstep import cli
+from everstep.cluster import takeover
+from everstep.errors import BadInput
+def decide(*args): raise BadInput("--attach: refused")
+takeover.decide = decide
+sys.exit(cli.run(sys.argv[1:]))
+"""
+LATE_KILLS = """
+import sys, time
+from everstep import cli
+from everstep.cluster.ray import RayHost
+end = RayHost.end
+RayHost.end = lambda self, worker: (time.sleep(6.0), end(self, worker))[1]
+sys.exit(cli.run(sys.argv[1:]))
+"""
+
+
 @contextlib.contextmanager
-def training(*overrides: str):
+def training(*overrides: str, program: tuple[str, ...] = ("-m", "everstep")):
     """``everstep train`` in a session of its own, with a token by which whatever it leaves is found."""
     token = uuid.uuid4().hex
     process = subprocess.Popen(
-        [sys.executable, "-m", "everstep", "train", SFT, *QUIET, "checkpoint.at_end=false", *overrides], cwd=ROOT, text=True,
+        [sys.executable, *program, "train", SFT, *QUIET, "checkpoint.at_end=false", *overrides], cwd=ROOT, text=True,
         env=os.environ | {TOKEN: token, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
     )
     try:
@@ -384,3 +428,54 @@ def test_through_ray_nothing_is_left_after_the_grace(tmp_path):
             time.sleep(0.2)
         assert gone(pids, within_s=0) and rendezvous.find(tmp_path / "run") is None
     assert {*shared_memory(tmp_path / "run"), *glob.glob("/tmp/evs-*")} <= before
+
+
+@pytest.mark.full
+@pytest.mark.timeout(560)
+def test_through_ray_a_rank_that_is_expelled_and_not_killed_yet_leaves_the_others_alone(tmp_path):
+    """Its grace is over before it is killed (a diagnosis takes seconds). It shares a placement group with those who go on."""
+    with training(f"run_dir={tmp_path}/run", "sft.steps=5000", "layout.replicas=3", "layout.spares=0", "train.verify_every=5",
+                  "recovery.controller_grace_s=1.5", "recovery.heartbeat_s=0.2", "recovery.silence_s=2", "recovery.fence_s=1.5",
+                  "faults=[{step: 5, phase: compute, kind: partition, replica: 1}]", program=("-c", LATE_KILLS)) as (process, token):
+        _until(lambda: bool(read_kind(tmp_path, "expel")), process)
+        before = _commits(tmp_path / "run")
+        _until(lambda: _commits(tmp_path / "run") > before + 10, process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130, process.communicate()
+        done = Finished(tmp_path / "run", read_events(tmp_path / "run" / "events"))
+        (death,), (expel,), last = done.kind("death"), done.kind("expel"), done.kind("commit")[-1]
+        assert expel.t_wall - death.t_wall > 4.0, "the grace was over before it was killed"
+        assert last["members"] == [0, 2]
+        assert_invariants(done, steps=last.step)
+        assert survivors(token, process.pid) == [] and gone(done.pids)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(560)
+def test_through_ray_an_attempt_to_take_over_that_is_refused_ends_nobody(tmp_path):
+    """Beside a living run, of which it writes down nothing; and after the controller's death, so that another one may come."""
+    lead = tmp_path / "run" / "events" / "lead.jsonl"
+    overrides = [f"run_dir={tmp_path}/run", "sft.steps=5000", "layout.replicas=2", "layout.spares=0", "train.verify_every=5", "recovery.controller_grace_s=150"]
+    with training(*overrides) as (process, token):
+        _until(lambda: _commits(tmp_path / "run") >= 3, process)
+        with training(*overrides, "--attach") as (beside, _):
+            assert beside.wait(120) == 2
+            assert "another coordinator runs in this folder" in beside.communicate()[1]
+        before = _commits(tmp_path / "run")
+        _until(lambda: _commits(tmp_path / "run") >= before + 5, process)
+        assert {e.pid for e in read_events(lead.parent) if e.who == "lead"} == {process.pid}
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(10)
+        with training(*overrides, "--attach", program=("-c", REFUSES)) as (refused, _):
+            assert refused.wait(120) == 2
+            assert "--attach: refused" in refused.communicate()[1]
+        with training(*overrides, "--attach") as (last, _):
+            _until(lambda: bool(read_kind(tmp_path, "takeover")), last)
+            before = _commits(tmp_path / "run")
+            _until(lambda: _commits(tmp_path / "run") >= before + 5, last)
+            last.send_signal(signal.SIGINT)
+            assert last.wait(60) == 130, last.communicate()
+        done = Finished(tmp_path / "run", read_events(lead.parent))
+        assert_invariants(done, steps=done.kind("commit")[-1].step)
+        assert len(done.kind("takeover")) == 1 and len(done.kind("form")) == 2 and not done.kind("death")
+        assert survivors(token, process.pid) == [] and gone(done.pids)

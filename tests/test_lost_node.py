@@ -43,8 +43,9 @@ def tree(pid: int) -> set[int]:
 
 
 @pytest.fixture
-def cluster() -> Iterator[tuple[str, int]]:
-    """A head with room for a replica and a spare, and another node for one replica: the address, and the other node's process.
+def cluster(request) -> Iterator[tuple[str, int]]:
+    """A head with room for two processes, and another node for one, or for as many as a test asks for: the address, and the other node's process.
+    The test may also say after how many of its questions Ray calls a node that does not answer dead: one takes 1 to 1.5 s.
 
     In a folder of its own: what `ray start` notes in Ray's usual one would lead every later `ray.init` on this machine here.
     """
@@ -55,7 +56,8 @@ def cluster() -> Iterator[tuple[str, int]]:
         port = probe.getsockname()[1]
     ray = str(Path(sys.executable).with_name("ray"))
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: sockets lie in it
-    env = os.environ | QUICK_NOTICE | {"RAY_TMPDIR": folder}
+    room, questions = getattr(request, "param", (1, 4))
+    env = os.environ | QUICK_NOTICE | {"RAY_TMPDIR": folder, "RAY_health_check_failure_threshold": str(questions)}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": env}
     head = subprocess.Popen([ray, "start", "--head", f"--port={port}", "--num-cpus=2", "--node-ip-address=127.0.0.1",
                              "--include-dashboard=false", "--object-store-memory=100000000", "--block"], **quiet)
@@ -66,7 +68,7 @@ def cluster() -> Iterator[tuple[str, int]]:
             time.sleep(0.2)
         node = subprocess.Popen(
             ["unshare", "--uts", "sh", "-c",
-             f"hostname {NODE} && exec {ray} start --address=127.0.0.1:{port} --num-cpus=1 --node-ip-address=127.0.0.2 "
+             f"hostname {NODE} && exec {ray} start --address=127.0.0.1:{port} --num-cpus={room} --node-ip-address=127.0.0.2 "
              "--object-store-memory=100000000 --block"], **quiet)
         until(lambda: namespace(node.pid) != namespace(os.getpid()), 10.0)
         yield f"127.0.0.1:{port}", node.pid
@@ -112,6 +114,38 @@ def test_a_node_that_falls_silent_is_given_up_and_its_place_filled_once_it_must_
     last = done.kind("commit")[-1]
     assert last["members"] == [0, 1]
     assert_invariants(done, steps=last.step)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(560)
+@pytest.mark.parametrize("cluster", [(2, 45)], indirect=True)
+def test_a_node_that_ray_is_late_to_call_dead_ends_no_run_and_its_lease_is_waited_for_once(tmp_path, cluster):
+    """Ray's defaults take more than a minute: longer than anybody waits for a process to die. Two processes of the run are on that node."""
+    address, node = cluster
+    run = command(["train", SFT, f"run_dir={tmp_path}/run", f"ray.address={address}", "device=cpu", "telemetry.tensorboard=false",
+                   "telemetry.progress=none", "layout.replicas=3", "layout.spares=1", "sft.steps=40000", "checkpoint.at_end=false", "train.verify_every=50",
+                   "recovery.heartbeat_s=0.2", "recovery.silence_s=3", "recovery.fence_s=8", "recovery.restart_attempts=0", "env.GLOO_SOCKET_IFNAME=lo"],
+                  **QUICK_NOTICE)
+    try:
+        commits = lambda: len(of_kind(events(tmp_path), "commit"))
+        assert until(lambda: commits() > 10 or run.poll() is not None, 200) and run.poll() is None, run.communicate()
+        elsewhere = {e.who for e in of_kind(events(tmp_path), "process_start") if e.host == NODE}
+        assert len(elsewhere) == 2
+        for pid in of_namespace(node):
+            os.kill(pid, signal.SIGSTOP)
+        assert until(lambda: len(of_kind(events(tmp_path), "expel")) == 2 or run.poll() is not None, 200) and run.poll() is None, run.communicate()
+        before = commits()
+        assert until(lambda: commits() > before + 3 or run.poll() is not None, 60) and run.poll() is None, run.communicate()
+    finally:
+        interrupt(run)
+    done = ended_by_interrupt(run, tmp_path)
+    deaths, expels = done.kind("death"), done.kind("expel")
+    assert {e["worker"] for e in deaths} == {e["worker"] for e in expels} == elsewhere
+    assert min(e.t_wall for e in expels) - max(e.t_wall for e in deaths) > 35.0, "Ray was not late"
+    assert abs(expels[0].t_wall - expels[1].t_wall) < 5.0, "the lease of one node was waited for twice"
+    told = [line for line in (tmp_path / "run" / "logs" / "latest" / "lead.jsonl").read_text().splitlines() if "is not known to have ended" in line]
+    assert len(told) == 2 and all(f"on {NODE}" in line for line in told)
+    assert_invariants(done, steps=done.kind("commit")[-1].step)
 
 
 @pytest.mark.full

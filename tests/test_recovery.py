@@ -27,6 +27,8 @@ from everstep.recovery.coordinator import Coordinator, State
 from everstep.recovery.desk import Listener
 from everstep.recovery.healing import Healing
 from everstep.recovery.link import Link, Links
+from everstep.recovery.proxy import Relay
+from everstep.recovery.rendezvous import Announcement
 from everstep.recovery.replica import ReplicaWorld
 from everstep.recovery.server import CoordinatorServer
 from everstep.recovery.transaction import Transaction
@@ -87,6 +89,45 @@ def test_whose_process_ends_once_the_run_is_over_has_not_died_of_anything(over, 
     for control in controls:
         control.close()
     server.close()
+
+
+@pytest.mark.parametrize(("told", "silence_s"), [(True, 30.0), (False, 0.3), (False, 30.0)], ids=["hears-the-end", "hears-nothing", "is-not-missed"])
+def test_a_rank_that_is_expelled_does_not_take_its_coordinator_for_dead(told, silence_s, tmp_path):
+    """It would end what it shares with the others (a placement group of Ray) after the grace. Whoever hears nothing fences itself, and asks."""
+    server, members = serve(tmp_path, silence_s=silence_s, heartbeat_s=0.1)
+    relay = Relay(server.address)
+    control = Control(relay.address, "secret", "w0", 0.1, fence_s=0.5, grace_s=2.5)
+    other = connect(server, "w1")
+    control.find = lambda: Announcement(1, server.address, server.address, "secret")
+    refused, abandoned = [], []
+    control.on_refused, control.on_abandoned = refused.append, abandoned.append
+    assert until(lambda: server.connected("w0") and server.connected("w1"))
+    server.open(members)
+    assert until(lambda: control.epoch.counter == 1)
+    control.phase(1, "compute")  # it has come up
+    if told:
+        server.expel("w0", "on purpose")
+    else:
+        relay.cut()
+    assert until(lambda: bool(refused)) and f"was expelled: {server.dead['w0']}" in refused[0]
+    time.sleep(3.0)
+    assert len(refused) == 1 and not abandoned and control.lost
+    assert list(server.dead) == ["w0"], "its questions disturb nobody"
+    other.close()
+    server.close()
+    relay.close()
+
+
+def test_a_rank_whose_coordinator_is_gone_is_abandoned_after_the_grace(tmp_path):
+    server, members = serve(tmp_path)
+    control = Control(server.address, "secret", "w0", 0.1, grace_s=0.5)
+    control.find = lambda: Announcement(1, server.address, server.address, "secret")
+    refused, abandoned = [], []
+    control.on_refused, control.on_abandoned = refused.append, abandoned.append
+    assert until(lambda: server.connected("w0"))
+    server.open(members)
+    server.close()
+    assert until(lambda: bool(abandoned)) and "no coordinator for 0.5 s" in abandoned[0] and not refused
 
 
 def test_a_rank_that_dies_between_its_formation_and_the_first_view_is_not_in_it_for_long(tmp_path):
@@ -233,9 +274,12 @@ class Launcher:
         self.hold = threading.Event()
         self.hold.set()
         self.nodes: dict[str, str] = {}
+        self.stuck: dict[str, threading.Event] = {}
 
     def confirm_dead(self, worker):
         self.hold.wait(5.0)
+        if worker in self.stuck:
+            assert self.stuck[worker].wait(20.0)
         if worker == "unkillable":
             raise KeyError("a bug")
         self.confirmed.append(worker)
@@ -277,6 +321,28 @@ def test_all_ranks_of_a_replica_that_died_together_are_replaced_in_one_formation
     launcher.hold.set()
     assert until(lambda: not r.hopeful(["0a", "1a", "1b"]))
     assert [m.workers for m in launcher.announced] == [("s1", "0b")]  # one spare is left for two gaps
+    r.close()
+
+
+def test_a_process_that_does_not_end_delays_no_repair_but_its_own():
+    """Nor is another one of its replica formed around it, nor it taken for a spare, before it is gone."""
+    launcher = Launcher()
+    launcher.stuck = {"0a": threading.Event(), "s3": threading.Event()}
+    r = repair(launcher, ["s1", "s2", "s3"])
+    r.worker_died("0a")
+    r.worker_died("0b")
+    r.worker_died("s3")
+    assert until(lambda: "0b" in launcher.confirmed and r.spares == ["s1", "s2"])
+    r.worker_died("1a")
+    assert until(lambda: [m.workers for m in launcher.announced] == [("s1", "1b")])
+    assert r.hopeful(["0a"]) and r.hopeful(["s3"]) and launcher.formed == [["s1", "1b"]]
+    r.spare_is_ready("s4")
+    time.sleep(1.5)
+    assert launcher.formed == [["s1", "1b"]]
+    for ended in launcher.stuck.values():
+        ended.set()
+    assert until(lambda: not r.hopeful(["0a", "0b", "1a", "s3"]))
+    assert sorted(launcher.announced[-1].workers) == ["s2", "s4"] and launcher.announced[-1].replica == 0 and r.spares == [] and r.failure is None
     r.close()
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ from tests.test_faults import assert_invariants
 
 from everstep import cli
 from everstep.checkpoint import manifest
+from everstep.cluster import forked, processes
 from everstep.cluster import worker as worker_module
 from everstep.cluster.endpoint import FILE, Endpoint, ask
 from everstep.cluster.forked import ForkedHost
@@ -225,6 +227,30 @@ WITHOUT_RAY = [
 @pytest.mark.parametrize("case", WITHOUT_RAY, ids=str)
 def test_without_ray_whatever_dies_in_a_repair(case, model, tmp_path):
     prove(case, model, tmp_path, "lighthouse", steps=120)
+
+
+def test_a_process_that_cannot_be_killed_ends_no_run_and_holds_up_no_other_repair(model, tmp_path, monkeypatch):
+    """As one that is stuck in the kernel: it is frozen, and SIGKILL does nothing until replica 2, which dies after it, is back."""
+    send, freed = forked._Child.signal, threading.Event()
+    monkeypatch.setattr(forked._Child, "signal", lambda self, number: None if (self.name, number) == ("w1", signal.SIGKILL) and not freed.is_set() else send(self, number))
+    monkeypatch.setattr(processes, "_TELL_S", 1.5)
+    joined = lambda: any(e.event == "join" and e["replica"] == 2 for e in read_events(tmp_path / "run" / "events"))
+
+    def free() -> None:
+        while not (tmp_path / "run" / "events" / "lead.jsonl").exists() or not joined():
+            time.sleep(0.1)
+        freed.set()
+
+    threading.Thread(target=free, daemon=True).start()
+    run = finish(config(SFT, tmp_path / "run", *BASE, f"model.path={model}", "layout.replicas=3", "layout.spares=1", "sft.steps=120", "recovery.silence_s=1.5",
+                        f"faults=[{kill(4, 'compute', 1, kind='stop')}, {kill(20, 'compute', 2)}]"), host=ForkedHost)
+    assert_invariants(run, steps=120)
+    by_worker = {e["worker"]: e for e in run.kind("expel")}
+    (join,) = run.kind("join")
+    assert set(by_worker) == {"w1", "w2"} and join["replica"] == 2 and by_worker["w2"].t_wall < join.t_wall < by_worker["w1"].t_wall
+    assert run.kind("commit")[-1]["members"] == [0, 2] and gone(run.pids)
+    told = [line for line in (run.folder / "logs" / "latest" / "lead.jsonl").read_text().splitlines() if "is not known to have ended" in line]
+    assert len(told) == 1 and "worker w1 (process" in told[0] and "state D" in told[0]
 
 
 @pytest.mark.parametrize(("phase", "shape"), [("reduce", ""), *(pytest.param(phase, shape, marks=pytest.mark.full) for phase, shape in (("vote", ""), ("reduce", "tp2"), ("compute", "tp2")))])

@@ -45,6 +45,7 @@ from everstep.errors import (
 from everstep.recipes import dpo, grpo, ppo, sft
 from everstep.recipes.run import Run
 from everstep.recovery import rendezvous
+from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.view import Kind, Record
 from everstep.run_dir import RunDir, check_run_dir, checkpoints_of, open_run_dir, starting
 from everstep.telemetry import logs
@@ -148,8 +149,14 @@ def _run(
     attach: bool,
 ) -> int:
     watching = Watching(config)
+    log: CommitLog | None = None
+    entry: Entry | None = None
+    events: EventLog | None
     try:
-        run_dir, chosen, events, entry = _enter_again(config, watching) if attach else _enter(config, clean, launcher, watching)
+        if attach:
+            run_dir, chosen, events, log = _enter_again(config, watching)
+        else:
+            run_dir, chosen, events, entry = _enter(config, clean, launcher, watching)
     except BaseException:
         watching.close()
         raise
@@ -167,7 +174,7 @@ def _run(
         if console and watching.dashboard:
             console.note(f"dashboard: {watching.dashboard}")
         on_record = _follow(console, run_dir, config.layout.replicas, ongoing) if console else None
-        group = _start_group(config, launcher, run_dir, events, on_record, entry, host, attach)
+        group = _start_group(config, launcher, run_dir, events, on_record, entry, host, log)
         if config.checkpoint.on_interrupt:
             interrupts.defer = group.interrupt
         if group.is_lead and config.replica.id is None:  # else the lighthouse does
@@ -232,9 +239,11 @@ def _run(
         interrupts.ignored = True
         with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails
             last_first.callback(watching.close)
+            if log:
+                last_first.callback(log.close)
             if events:
                 last_first.callback(events.close)
-                if status != "done":
+                if status != "done" and not (attach and group is None):  # a takeover that is refused ends nothing
                     last_first.callback(events.emit, "run_end", status=status)
             if the_run and the_run.metrics:
                 last_first.callback(the_run.metrics.close)
@@ -287,23 +296,29 @@ def check_attach(config: Config, clean: bool, launcher: str) -> None:
         )
 
 
-def _enter_again(config: Config, watching: Watching) -> tuple[RunDir, Chosen, EventLog, None]:
-    """The folder of a run that goes on with its workers: no new attempt."""
+def _enter_again(config: Config, watching: Watching) -> tuple[RunDir, Chosen, EventLog, CommitLog]:
+    """The folder of a run that goes on with its workers: no new attempt. Raises BadInput, before anything of the run is touched, if its controller lives."""
     run_dir = open_run_dir(config.run_dir)
-    watching.begin(run_dir, own_log=True)
-    return run_dir, Chosen("attach"), EventLog(run_dir.events / "lead.jsonl", "lead", watching.alerts.offer), None
+    log = CommitLog(run_dir.path / "commits.log", takeover=True)
+    try:
+        watching.begin(run_dir, own_log=True)
+        return run_dir, Chosen("attach"), EventLog(run_dir.events / "lead.jsonl", "lead", watching.alerts.offer), log
+    except BaseException:
+        log.close()
+        raise
 
 
 def _start_group(
     config: Config, launcher: str, run_dir: RunDir, events: EventLog | None, on_record: Any, entry: Entry | None,
-    host: Callable[[Config], Host] | None = None, attach: bool = False,
+    host: Callable[[Config], Host] | None = None, log: CommitLog | None = None,
 ) -> Group:
+    """``log``: of the run whose workers are taken over."""
     if launcher == "ray":
         from everstep.cluster.controller import Controller
 
         assert events is not None
-        made = host(config) if host else _ray_host(config, rendezvous.find(run_dir.path) if attach else None)
-        return Controller(config, run_dir, events, made, on_record, attach)
+        made = host(config) if host else _ray_host(config, rendezvous.find(run_dir.path) if log else None)
+        return Controller(config, run_dir, events, made, on_record, log)
     from everstep.cluster.local import LocalGroup
 
     assert entry is not None

@@ -70,12 +70,13 @@ _DEATH_CONFIRM_S = 30.0
 class Controller(InOnePlace, Verbs):
     """The :class:`everstep.cluster.group.Group` of a run that has one controller. Closes ``host``, also if it cannot start.
 
-    ``attach``: in the place of starting workers, take over those of a dead controller of this run (recovery.controller_grace_s).
+    ``attach``: in the place of starting workers, take over those of the dead controller that left this log (recovery.controller_grace_s). If
+    that is refused they are left as they were: another one may take over.
     """
 
     def __init__(
         self, config: Config, run_dir: RunDir, events: EventLog, host: Host, on_record: Callable[[Record], None] | None = None,
-        attach: bool = False,
+        attach: CommitLog | None = None,
     ):
         self.config, self._run_dir, self._events, self._host = config, run_dir, events, host
         self.layout = derive.layout(config)
@@ -86,7 +87,7 @@ class Controller(InOnePlace, Verbs):
                             lambda worker, cause: self._crew.leaving.tell(worker, cause), lambda workers, cause: self._crew.quarantine(workers, cause))
         self._stage = ""
         self.recipe_state: dict[str, Any] = {}
-        self._closed = False
+        self._closed, self._ours = False, attach is None  # whether the workers end with us
         self._in_step, self._interrupted = False, ""
         self._went_back: RolledBack | None = None  # not told to the recipe yet
         self._copies = Copies(config, run_dir, lambda: host.infos, lambda worker: worker in self.server.dead, lambda: self._crew.spares)
@@ -110,10 +111,10 @@ class Controller(InOnePlace, Verbs):
 
     # -- start and end -------------------------------------------------------------------------------------------------------
 
-    def _start(self, attach: bool) -> None:
+    def _start(self, attach: CommitLog | None) -> None:
         config, recovery = self.config, self.config.recovery
         host = self._host.address
-        log = CommitLog(self._run_dir.path / "commits.log", attach)
+        log = attach or CommitLog(self._run_dir.path / "commits.log")
         coordinator = coordinator_of(config, log.incarnation)
         token = self._token = secrets.token_hex(16)
         listener = Listener(
@@ -130,6 +131,8 @@ class Controller(InOnePlace, Verbs):
         self._saver = Saver(self.config, self.layout, self._events, connect, lambda worker: self.server.dead.get(worker))
         if attach:
             succession.take_over(self, log)
+            self._ours = True
+            self._host.keep()
             self._endpoint = self._open_endpoint()
             return
         if config.rollout.engines:
@@ -203,9 +206,9 @@ class Controller(InOnePlace, Verbs):
             return
         self._closed = True
         with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails
-            if self._server:
+            if self._server and self._ours:
                 last_first.callback(rendezvous.withdraw, self._run_dir.path)
-                last_first.callback(self._copies.closed)
+            last_first.callback(self._copies.closed if self._ours else self._copies.leave)
             last_first.callback(self.closing.close)
             last_first.callback(self._host.close)
             last_first.callback(self._watch.close)
@@ -220,7 +223,8 @@ class Controller(InOnePlace, Verbs):
                 last_first.callback(self._server.close)
             if self._saver:
                 last_first.callback(self._saver.give_up)
-            last_first.callback(self._copies.close)
+            if self._ours:
+                last_first.callback(self._copies.close)
             self._store = None
 
     # -- verbs ---------------------------------------------------------------------------------------------------------------

@@ -135,6 +135,11 @@ class Copies:
         """Once no worker lives any more: what is on this machine goes, and its janitor."""
         if self._fd is not None:
             memory.remove(self._folder)
+        self.leave()
+
+    def leave(self) -> None:
+        """They are somebody else's: what there is stays."""
+        if self._fd is not None:
             os.close(self._fd)
             self._fd = None
         self._store = None

@@ -29,7 +29,7 @@ from everstep.cluster import environment
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.host import NoRoom, ProcessEnded, Served, WorkerInfo, WorkerSpec, make_worker
 from everstep.cluster.namespaces import Bridge, Plug
-from everstep.cluster.processes import ProcessWatch, die_with_parent
+from everstep.cluster.processes import ProcessWatch, die_with_parent, end_for_certain
 from everstep.cluster.slots import ListSlots
 from everstep.config.schema import Config
 from everstep.errors import BadInput, DeadlineExceeded, EverstepError, WorkerFailed
@@ -117,12 +117,20 @@ class _Child:
 
     def wait_gone(self, timeout_s: float) -> None:
         """Returns once the process has ended. Raises DeadlineExceeded."""
+        if not self._gone_within(timeout_s):
+            raise DeadlineExceeded(f"worker {self.name} (process {self.pid}) did not die within {timeout_s:g} s")
+
+    def end_within(self, timeout_s: float) -> bool:
+        """Kill the process; whether it has ended within this time."""
+        self.signal(signal.SIGKILL)
+        return self._gone_within(timeout_s)
+
+    def _gone_within(self, timeout_s: float) -> bool:
         if self._pidfd is None:
-            return
+            return True
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
-        if not poll.poll(timeout_s * 1000):
-            raise DeadlineExceeded(f"worker {self.name} (process {self.pid}) did not die within {timeout_s:g} s")
+        return bool(poll.poll(timeout_s * 1000))
 
     def forget(self) -> None:
         """Of a process that has ended: close what leads to it."""
@@ -135,6 +143,11 @@ class _Child:
             self.process.join(_END_S)
             with contextlib.suppress(ValueError):  # the server process has not told its end yet; nothing but a descriptor is left then
                 self.process.close()
+
+    def leave(self) -> None:
+        """Of one that another controller shall reach: it is told that this one is gone."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as end:  # it is gone itself
+            end.shutdown(socket.SHUT_RDWR)  # wakes the listening thread, which close() does not
 
     def _feed(self) -> None:
         with contextlib.suppress(OSError):  # its end is the listener's business
@@ -187,7 +200,7 @@ class ForkedHost:
         self.address = self._bridge.address if self._bridge else "127.0.0.1"
         self._children: dict[str, _Child] = {}
         self._watch: ProcessWatch | None = None
-        self._closed = False
+        self._closed, self._kept = False, True  # whether the processes end with us
         self._lock = threading.Lock()
         self.infos: dict[str, WorkerInfo] = {}
         self._agents: list[Any] = []
@@ -207,11 +220,14 @@ class ForkedHost:
     def attach(self, handle: Mapping[str, Any]) -> None:
         if handle.get("kind") != "forked":
             raise BadInput("the workers of this run are no processes of this kind of host; start again with resume=auto")
-        self._key = bytes.fromhex(handle["key"])
+        self._key, self._kept = bytes.fromhex(handle["key"]), False
         for worker, pid in handle["pids"].items():
             with contextlib.suppress(OSError):  # it died with its controller, or before
                 self._children[worker] = child = _Child.reach(worker, pid, self._key)
                 self.infos[worker] = WorkerInfo(worker, child.pid, socket.gethostname(), self._node_of(worker))
+
+    def keep(self) -> None:
+        self._kept = True
 
     def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str] = ()) -> None:
         if socket.gethostname() in avoid:
@@ -288,9 +304,9 @@ class ForkedHost:
     def end(self, worker: str) -> None:
         if worker not in self._children:
             return  # it was gone before this controller came
-        self._children[worker].signal(signal.SIGKILL)
-        self._children[worker].wait_gone(_END_S)
-        self._children[worker].forget()
+        child = self._children[worker]
+        end_for_certain(f"worker {worker} (process {child.pid} on {socket.gethostname()})", child.end_within, lambda: self._closed)
+        child.forget()
 
     def close(self) -> None:
         with self._lock:
@@ -300,9 +316,10 @@ class ForkedHost:
                 self._watch.close()
             children = list(self._children.values())
             for child in children:
-                child.signal(signal.SIGKILL)
+                child.signal(signal.SIGKILL) if self._kept else child.leave()
             for child in children:
-                child.wait_gone(_END_S)
+                if self._kept:
+                    child.wait_gone(_END_S)
                 child.forget()
             for agent in self._agents:  # it was told that the run is over
                 agent.join(_AGENT_S)

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from everstep.cluster.worker import Slots
 
 
+_KILLED_S = 10.0  # for who expelled a worker to kill it: what it was doing is looked at before that
+
+
 @dataclass(frozen=True)
 class WorkerSpec:
     """What a worker process needs to start. ``coordinator`` and ``store``: (host, port). ``role``: a rank or spare, or a rollout engine."""
@@ -82,7 +85,11 @@ class Host(Protocol):
         """What another controller needs to reach these workers if this one dies (JSON); empty if they end with it."""
 
     def attach(self, handle: Mapping[str, Any]) -> None:
-        """In the place of ``start``: reach the workers of a dead controller, those that live. Raises BadInput if nobody can."""
+        """In the place of ``start``: reach the workers of a dead controller, those that live. Raises BadInput if nobody can. Until
+        :meth:`keep`, ``close`` leaves them as they are."""
+
+    def keep(self) -> None:
+        """The takeover stands: the workers that were reached are this host's, and end with it."""
 
     def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str] = ()) -> None:
         """One more process once the run goes on: where the dead worker ``instead_of`` was, if that machine lives, else wherever there
@@ -125,10 +132,11 @@ class Host(Protocol):
         """Cut the worker's process off the network, for good; says how. "" if this host has no way to."""
 
     def end(self, worker: str) -> None:
-        """Kill the worker's process; returns once it can do no more harm (rule 8). Raises DeadlineExceeded."""
+        """Kill the worker's process; returns once it can do no more harm (rule 8), however long that takes. Raises DeadlineExceeded if the host
+        is closed first. Called on threads of its own."""
 
     def close(self) -> None:
-        """End all processes, whatever state they are in."""
+        """End all processes, whatever state they are in; but for a dead controller's (see ``attach``)."""
 
 
 class Sharing:
@@ -154,6 +162,7 @@ def make_worker(spec: WorkerSpec, node: str, abandon: Callable[[str], None] | No
     """In the worker's own process: its output goes to its log from now on, its device is ready, its channel connected.
 
     ``node``: processes of one node share its memory. ``abandon``: called once its coordinator is gone and no other one came in time; ends the process.
+    A worker that is expelled by a coordinator that lives ends alone: what the others share is not its to remove.
     """
     _redirect_output(Path(spec.log_path))
     if spec.config.watch.diagnose:  # first of all: a signal that nobody awaits ends a process
@@ -197,7 +206,11 @@ def make_worker(spec: WorkerSpec, node: str, abandon: Callable[[str], None] | No
         events.emit("error", error="CoordinatorLost", message=cause)
         (abandon or _exit)(cause)
 
-    control.on_abandoned = abandoned
+    def refused(cause: str) -> None:
+        time.sleep(_KILLED_S)
+        _exit(cause)
+
+    control.on_abandoned, control.on_refused = abandoned, refused
     log = spec.config.log
     start_log = functools.partial(logs.start, Path(spec.log_path).with_suffix(".jsonl"), spec.worker_id, log.level, log.max_bytes, log.keep)
     if spec.role == "engine":

@@ -232,7 +232,7 @@ class LocalGroup(Verbs):
         self._log = logs.start(own_log.with_suffix(".jsonl"), workers[self._rank], log.level, log.max_bytes, log.keep, self._worker.where)
         if self._several:
             self._control.on_fenced = lambda cause: None  # a lighthouse that is gone comes back: what is inside the replica goes on
-            self._control.on_abandoned = self._end_soon
+            self._control.on_abandoned = self._control.on_refused = self._end_soon
             self._worker.on_expelled = lambda: end_process(ReplicaBroken(f"replica {replica} lost a rank, and is started anew"))
         if self._several and self._head:
             self._presence = Presence(

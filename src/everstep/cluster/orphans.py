@@ -58,6 +58,11 @@ class Watch:
                 self._stdin.close()
         self._process.wait()
 
+    def leave(self) -> None:
+        """What the death of this process leads to happens now: after the grace, unless another controller came."""
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+
     def __enter__(self) -> Watch:
         return self
 

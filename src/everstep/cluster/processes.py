@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import select
+import signal
 import socket
 import threading
 import time
@@ -18,9 +20,13 @@ from typing import Generic, TypeVar
 
 from everstep.errors import DeadlineExceeded
 
+LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.002
+_TRY_S = 1.0   # for one attempt to end a process
+_AGAIN_S = 0.2  # between two
+_TELL_S = 30.0  # then it is told that one does not end
 
 
 def signal_pid(pid: int, number: int) -> None:
@@ -54,6 +60,30 @@ def wait_gone(worker: str, pid: int, timeout_s: float) -> None:
     """Returns once the process has ended. Raises DeadlineExceeded."""
     if still_running([pid], timeout_s):
         raise DeadlineExceeded(f"worker {worker} (process {pid} on {socket.gethostname()}) did not die within {timeout_s:g} s")
+
+
+def end_pid(pid: int, within_s: float) -> bool:
+    """Kill the process; whether it has ended within this time."""
+    signal_pid(pid, signal.SIGKILL)
+    return not still_running([pid], within_s)
+
+
+def end_for_certain(who: str, attempt: Callable[[float], bool], closed: Callable[[], bool]) -> None:
+    """Repeat ``attempt(seconds)``, which kills a process and says whether it has ended (or can do no more harm) within them, until it has: what
+    is stuck in the kernel, or on a machine of which nobody says yet that it is lost, ends some time, and its place can wait. ``who``: for the
+    log. Raises DeadlineExceeded once ``closed()``."""
+    begun, told = time.monotonic(), False
+    while not attempt(_TRY_S):
+        if closed():
+            raise DeadlineExceeded(f"{who} had not ended when the run did; look whether it is still there")
+        if not told and time.monotonic() - begun > _TELL_S:
+            told = True
+            LOG.warning(
+                "%s was killed %d s ago and is not known to have ended; the run goes on without it, and its place is filled once it is gone. On a "
+                "machine that is lost it counts as gone recovery.fence_s after Ray calls the node dead; if it is stuck in the kernel (state D in "
+                "`ps`), free the storage or the driver that it waits for, or restart its machine", who, _TELL_S,
+            )
+        time.sleep(_AGAIN_S)
 
 
 class ProcessWatch(Generic[T]):

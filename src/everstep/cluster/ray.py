@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -26,10 +26,11 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.formation import Meant
 from everstep.cluster.host import NoRoom, ProcessEnded, WorkerInfo, WorkerSpec
 from everstep.cluster.placement import place
-from everstep.cluster.processes import ProcessWatch, signal_pid, wait_gone
+from everstep.cluster.processes import ProcessWatch, end_for_certain, end_pid, signal_pid, wait_gone
 from everstep.cluster.ray_agent import RayAgents
 from everstep.cluster.ray_apart import Apart
 from everstep.cluster.ray_runtime import (
+    KillThere,
     devices_per_node,
     first_line,
     node_ip,
@@ -44,9 +45,8 @@ from everstep.errors import BadInput, DeadlineExceeded, EverstepError
 from everstep.layout import Layout
 from everstep.node.agent import AgentSpec
 
-_END_S = 30.0
+_SIGNAL_S = 30.0
 _CLOSE_S = 10.0
-_POLL_S = 0.2
 
 
 class RayHost:
@@ -67,8 +67,9 @@ class RayHost:
         self._group: Any = None
         self._watch: ProcessWatch | None = None
         self._agents = RayAgents()
-        self._closed = False
-        self._adding, self._adds = threading.Condition(), 0  # processes that are being started beside the run
+        self._closed, self._kept = False, handle is None  # whether the workers end with us
+        self._adding, self._adds = threading.Condition(), 0  # processes that are being started, or ended, beside the run
+        self._lost: dict[str, float] = {}  # by node id: since when Ray calls it dead, as far as was seen here
         self._own = not ray.is_initialized() and not config.ray.address  # Ray is started for this run, and ends with it
         self._apart: Apart | None = None
         if config.recovery.controller_grace_s > 0:
@@ -124,6 +125,11 @@ class RayHost:
                 self._actors[worker] = ray.get_actor(worker, self._apart.namespace)
                 self.infos[worker] = WorkerInfo(worker, pid, host, node)
 
+    def keep(self) -> None:
+        assert self._apart is not None
+        self._kept = True
+        self._apart.keep()
+
     def add(self, spec: WorkerSpec, instead_of: str, avoid: Collection[str] = ()) -> None:
         where: Any = "SPREAD"  # anywhere: a node that came to the cluster since, or came back
         bundle = self._bundles.get(instead_of, self._engine_bundle(spec))
@@ -132,13 +138,19 @@ class RayHost:
             assert bundle is not None
             self._bundles[spec.worker_id] = bundle
             where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        with self._beside(NoRoom(f"worker {spec.worker_id} was not started: the host is closed")):
+            self._start_actor(spec, where)
+            self._await_added(spec, there, avoid)
+
+    @contextlib.contextmanager
+    def _beside(self, closed: EverstepError) -> Iterator[None]:
+        """Raises ``closed`` once the host is; until it is over Ray is not left."""
         with self._adding:
             if self._closed:
-                raise NoRoom(f"worker {spec.worker_id} was not started: the host is closed")
+                raise closed
             self._adds += 1
-            self._start_actor(spec, where)
         try:
-            self._await_added(spec, there, avoid)
+            yield
         finally:
             with self._adding:
                 self._adds -= 1
@@ -150,11 +162,11 @@ class RayHost:
         except EverstepError as error:
             _ask_ray(ray.kill, self._actors[spec.worker_id], no_restart=True)  # it may be waiting for room still
             raise (error if there or not isinstance(error, DeadlineExceeded) else NoRoom(str(error))) from None
-        if self.infos[spec.worker_id].node_id in avoid:
-            self.end(spec.worker_id)
-            raise NoRoom(f"Ray had room for worker {spec.worker_id} only on a node that is being drained")
         if self._closed:
             self._end_process(spec.worker_id)
+        elif self.infos[spec.worker_id].node_id in avoid:
+            self.end(spec.worker_id)
+            raise NoRoom(f"Ray had room for worker {spec.worker_id} only on a node that is being drained")
         else:
             self._watch_here(spec.worker_id, self.infos[spec.worker_id])
 
@@ -244,9 +256,9 @@ class RayHost:
             signal_pid(info.pid, number)
         else:
             try:
-                ray.get(on_node(info.node_id).remote(info.pid, number), timeout=_END_S)
+                ray.get(on_node(info.node_id, signal_pid).remote(info.pid, number), timeout=_SIGNAL_S)
             except RayError:
-                if not self._await_lease(worker):  # the node answers, but not to this
+                if self._node_lives(info.node_id):  # it answers, but not to this
                     raise
 
     def cut(self, worker: str) -> str:
@@ -255,10 +267,10 @@ class RayHost:
     def end(self, worker: str) -> None:
         if worker not in self._actors:
             return  # it was gone before this controller came
-        ray.kill(self._actors[worker], no_restart=True)
-        if worker in self.infos and not self._await_lease(worker):
-            self.signal(worker, signal.SIGKILL)
-            self._wait_gone(worker, _END_S)
+        with self._beside(DeadlineExceeded(f"worker {worker} was not ended: the host is closed")):
+            ray.kill(self._actors[worker], no_restart=True)
+            if info := self.infos.get(worker):
+                end_for_certain(f"worker {worker} (process {info.pid} on {info.host})", self._attempt_to_end(info), lambda: self._closed)
         self._ended.add(worker)
 
     def close(self) -> None:
@@ -267,25 +279,33 @@ class RayHost:
         with contextlib.ExitStack() as last_first:  # all of it happens, whatever fails
             last_first.callback(self._leave_ray)
             last_first.callback(self._await_adds)
-            last_first.callback(self._end_processes)
-            if self._group and not self._own:  # a Ray of our own ends with us
-                last_first.callback(_ask_ray, remove_placement_group, self._group)
-            for actor in list(self._actors.values()):
-                last_first.callback(_ask_ray, ray.kill, actor, no_restart=True)
+            if self._kept:
+                self._close_workers(last_first)
             last_first.callback(self._agents.close)
             if self._watch:
                 last_first.callback(self._watch.close)
 
-    def _await_lease(self, worker: str) -> bool:
-        """Whether the worker's node is lost: nothing can be killed there. Its processes hear nothing from the coordinator since the
-        expulsion, so they have fenced themselves once ``recovery.fence_s`` (and a heartbeat) has passed; that is waited for."""
-        info, recovery = self.infos[worker], self._config.recovery
-        if info.host == socket.gethostname() or self._node_lives(info.node_id):
-            return False
-        end = time.monotonic() + recovery.fence_s + 2 * recovery.heartbeat_s
-        while time.monotonic() < end and not self._closed:
-            time.sleep(_POLL_S)
-        return True
+    def _close_workers(self, last_first: contextlib.ExitStack) -> None:
+        last_first.callback(self._end_processes)
+        if self._group and not self._own:  # a Ray of our own ends with us
+            last_first.callback(_ask_ray, remove_placement_group, self._group)
+        for actor in list(self._actors.values()):
+            last_first.callback(_ask_ray, ray.kill, actor, no_restart=True)
+
+    def _attempt_to_end(self, info: WorkerInfo) -> Callable[[float], bool]:
+        """Nothing can be killed on a node that is lost. Ray may be late to say so, and until then asks in vain."""
+        if info.host == socket.gethostname():
+            return lambda within_s: end_pid(info.pid, within_s)
+        kill = KillThere(info.pid, info.node_id)
+        return lambda within_s: kill(within_s) if self._node_lives(info.node_id) else self._lease_is_over(info.node_id)
+
+    def _lease_is_over(self, node_id: str) -> bool:
+        """Of a node that Ray calls dead. Its processes hear nothing from the coordinator since they were expelled, so they have fenced themselves
+        once ``recovery.fence_s`` (and a heartbeat) has passed since it was first seen to be lost, all ranks on it together."""
+        recovery = self._config.recovery
+        with self._adding:
+            since = self._lost.setdefault(node_id, time.monotonic())
+        return time.monotonic() - since > recovery.fence_s + 2 * recovery.heartbeat_s
 
     @staticmethod
     def _node_lives(node_id: str) -> bool:

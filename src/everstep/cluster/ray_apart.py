@@ -25,6 +25,7 @@ class Apart:
     def __init__(self, config: Config, processes: int, token: str, handle: Mapping[str, Any] | None):
         """``handle``: of the cluster of a dead controller; None: a new one. ``token``: names what is new."""
         self._joined = not ray.is_initialized()
+        self._ours = handle is None  # whether what is of this run alone ends with this process
         self._watch: Watch | None = None
         self.token = str(handle["token"]) if handle else token
         self.namespace = f"everstep-{self.token}"
@@ -46,11 +47,17 @@ class Apart:
     def handle(self) -> dict[str, Any]:
         return {"kind": "ray", "address": self.address, "token": self.token, "folder": self.folder}
 
+    def keep(self) -> None:
+        """The cluster of a dead controller is this one's from now on."""
+        self._ours = True
+
     def close(self) -> None:
-        """Leave the cluster, and end it if it is this run's."""
+        """Leave the cluster, and end it if it is this run's, unless it is a dead controller's that could not be followed."""
         if self._joined and ray.is_initialized():
             ray.shutdown()
-        if self._watch:
+        if self._watch and not self._ours:
+            self._watch.leave()
+        elif self._watch:
             kill_all(self.token, self.folder)
             shutil.rmtree(self.folder, ignore_errors=True)
             self._watch.close()

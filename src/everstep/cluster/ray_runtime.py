@@ -18,7 +18,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from everstep.cluster.orphans import TOKEN, Watch, kill_all
-from everstep.cluster.processes import signal_pid
+from everstep.cluster.processes import end_pid
 from everstep.config.schema import Config
 from everstep.errors import (
     BadInput,
@@ -133,8 +133,28 @@ def node_ip(node_id: str) -> str:
     return next(str(n["NodeManagerAddress"]) for n in ray.nodes() if n["NodeID"] == node_id)
 
 
-def on_node(node_id: str) -> Any:
-    return ray.remote(num_cpus=0)(signal_pid).options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+def on_node(node_id: str, act: Callable[..., Any]) -> Any:
+    return ray.remote(num_cpus=0)(act).options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+
+
+class KillThere:
+    """A process on another node is killed by a task on that node; by another one if that failed. Called with the seconds to wait: whether it is gone."""
+
+    def __init__(self, pid: int, node_id: str):
+        self._pid, self._node_id = pid, node_id
+        self._task: Any = None
+
+    def __call__(self, within_s: float) -> bool:
+        if self._task is None:
+            self._task = on_node(self._node_id, end_pid).remote(self._pid, within_s)
+        done, _ = ray.wait([self._task], timeout=within_s)  # one after the other: a frozen node does all of them when it goes on
+        if not done:
+            return False
+        task, self._task = self._task, None
+        try:
+            return bool(ray.get(task))
+        except RayError:
+            return False
 
 
 def typed_error(error: RayError, worker: str, what: str) -> EverstepError:

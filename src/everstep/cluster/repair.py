@@ -12,7 +12,8 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 from everstep.cluster.formation import Formation
@@ -20,6 +21,7 @@ from everstep.errors import EverstepError, WorkerFailed
 from everstep.recovery.view import Member
 
 LOG = logging.getLogger(__name__)
+_TOGETHER_S = 1.0  # for processes that are ended together to be gone together, before repairs that need none of the others go on
 
 
 class Processes(Protocol):
@@ -51,12 +53,20 @@ class Processes(Protocol):
     def note(self, event: str, **fields: Any) -> None: ...
 
 
+def _settle(future: Future[None], act: Callable[[str], None], worker: str) -> None:
+    try:
+        future.set_result(act(worker))
+    except BaseException as error:
+        future.set_exception(error)
+
+
 class Repair:
     def __init__(self, processes: Processes, members: dict[int, Member], spares: list[str], has_reference: Callable[[], bool]):
         self._processes, self._members, self._has_reference = processes, dict(members), has_reference
         self.spares = list(spares)          # warm, not placed
         self._former = {w: (m.replica, rank) for m in members.values() for rank, w in enumerate(m.workers)}  # where each was last
         self._dead: set[str] = set()
+        self._ends: dict[str, Future[None]] = {}  # of processes that are being ended, or are gone
         self._broken: list[int] = []        # replicas out of the view, waiting for spares
         self._released: set[int] = set()    # broken ones whose living ranks became spares: every place is vacant
         self._queue: queue.SimpleQueue[tuple[str, str | Member] | None] = queue.SimpleQueue()  # (what happened, to whom)
@@ -136,10 +146,10 @@ class Repair:
         return more
 
     def _handle(self, dead: set[str], leaving: set[str], ready: list[str], broken: list[Member]) -> None:
-        buried = sorted(dead - self._dead)
-        for worker in buried:
-            (self._processes.retire if worker in leaving else self._processes.confirm_dead)(worker)
+        buried = []
+        for worker in self._ended(sorted(dead - self._dead), leaving):
             self._bury(worker)
+            buried.append(worker)
         for worker in ready:
             if worker not in self._dead:
                 self.spares.append(worker)
@@ -148,10 +158,34 @@ class Repair:
             if member.replica not in self._broken and self._members[member.replica].build == member.build:
                 self._broken.append(member.replica)
         for replica in list(self._broken):
-            if self._rebuild(replica):
+            if not self._is_ending(self._members[replica]) and self._rebuild(replica):
                 self._broken.remove(replica)
         for worker in buried:  # last: a start takes processor time from the replicas that form
             self._processes.replace(worker)
+
+    def _ended(self, workers: list[str], leaving: set[str]) -> Iterator[str]:
+        """Those that are gone, each ended on a thread of its own: of a lost node that takes a minute and more, of a process that is stuck in the
+        kernel nobody knows how long, and nobody else's repair waits for it. Who is not gone soon is told again once it is."""
+        for worker in workers:
+            if worker not in self._ends:
+                self._ends[worker] = Future()
+                end = self._processes.retire if worker in leaving else self._processes.confirm_dead
+                threading.Thread(target=_settle, args=(self._ends[worker], end, worker), name=f"end-{worker}", daemon=True).start()
+        wait([self._ends[worker] for worker in workers], _TOGETHER_S)
+        for worker in workers:
+            if self._ends[worker].done():
+                self._ends[worker].result()
+                yield worker
+                continue
+            if worker in self.spares:
+                self.spares.remove(worker)  # it fills no gap meanwhile
+            with self._lock:
+                self._open += 1
+            self._ends[worker].add_done_callback(lambda _, worker=worker: self._queue.put(("died", worker)))  # type: ignore[misc]
+
+    def _is_ending(self, member: Member) -> bool:
+        """Whether a process of this life is being ended: one of its gaps cannot be filled yet."""
+        return any(worker in self._ends and worker not in self._dead for worker in member.workers)
 
     def _bury(self, worker: str) -> None:
         self._dead.add(worker)

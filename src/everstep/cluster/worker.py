@@ -249,8 +249,7 @@ class Worker:
         self.keeping.take_place(replica, rank, peers)
         if formation.start == "weights":
             self.keeping.copy(self._state)
-        how = formation.start if formation.start == "peer" else self.config.model.init
-        self.events.emit("model_ready", replica=replica, rank=rank, source="heal" if how == "peer" else how)
+        self.events.emit("model_ready", replica=replica, rank=rank, source="heal" if formation.start == "peer" else self.config.model.init)
 
     def rehearse(self) -> None:
         """Of a spare that nobody needs at present (:mod:`everstep.cluster.rehearsal`)."""

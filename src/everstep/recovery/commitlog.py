@@ -103,11 +103,15 @@ class CommitLog:
             raise BadInput(
                 f"{path} is in use: another coordinator runs in this folder. Stop it, or choose another run_dir."
             ) from None
-        entries, intact = read(path)
-        os.ftruncate(self._fd, intact)
-        self.past = _past(entries)
-        self.incarnation = self.past.incarnation + 1
-        self._append({"kind": "open", "incarnation": self.incarnation, "takeover": takeover} | ({"run": run} if run and not takeover else {}))
+        try:
+            entries, intact = read(path)
+            os.ftruncate(self._fd, intact)
+            self.past = _past(entries)
+            self.incarnation = self.past.incarnation + 1
+            self._append({"kind": "open", "incarnation": self.incarnation, "takeover": takeover} | ({"run": run} if run and not takeover else {}))
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, record: Record) -> None:
         """Returns once the record is on disk."""
@@ -126,7 +130,10 @@ class CommitLog:
         os.fdatasync(self._fd)
 
     def close(self) -> None:
-        os.close(self._fd)
+        """Give the lease back. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def is_open(path: Path) -> bool:

@@ -7,7 +7,7 @@ expelled without being told, so it says and contributes nothing more.
 With ``grace_s`` such a rank is first an *orphan*: it leaves collectives and says nothing, but keeps what it has and looks for a
 coordinator of a higher incarnation (a controller that takes over, a lighthouse that came back), whom it then obeys; what was said in
 vain is said again under the view that that one publishes. The coordinator is lost only without one for ``grace_s``, or if the one that
-answers will not have this rank back.
+answers will not have this rank back. It also asks the one that it obeyed, which may live: a rank that was expelled learns it there.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ LOG = logging.getLogger(__name__)
 
 _LOOK_S = 0.05  # between two looks for another coordinator
 _ANSWER_S = 30.0  # for it to say whether this rank is welcome: it may be on its way into the run itself
+_ASK_S = 2.0  # between two questions to the coordinator that was obeyed before, and for its answer: it may be frozen, and another one come meanwhile
 
 
 class Refused(wire.Closed):
@@ -47,8 +48,8 @@ class Control:
     ``fence_s``: seconds of silence after which the coordinator is lost; None: never (it lives in this process). ``grace_s``: seconds
     in which another coordinator is waited for (``grace_key``: what sets them); ``run``: which one this is, for a
     lighthouse (:class:`everstep.recovery.commitlog.Past`); ``find()``: the newest announcement of one;
-    ``on_adopted(it)`` is called once it accepted this rank, before its first record, ``on_abandoned(cause)`` once none came, or this
-    rank was refused: it need not return. ``describe(incarnation)``: what this rank then says of its
+    ``on_adopted(it)`` is called once it accepted this rank, before its first record, ``on_abandoned(cause)`` once none came,
+    ``on_refused(cause)`` once one that lives will not have this rank: these need not return. ``describe(incarnation)``: what this rank then says of its
     place and state to that coordinator.
     """
 
@@ -69,6 +70,7 @@ class Control:
         self.describe: Callable[[int], dict[str, Any]] = lambda incarnation: {}
         self.on_adopted: Callable[[Announcement], None] = lambda announcement: None
         self.on_abandoned: Callable[[str], None] = lambda cause: None
+        self.on_refused: Callable[[str], None] = lambda cause: None
         self._heartbeat_s, self._fence_s, self._grace_s, self._grace_key = heartbeat_s, fence_s, grace_s, grace_key
         self._said_first: dict[str, Any] = {"worker": worker, "pid": os.getpid(), "host": socket.gethostname()}
         if run is not None:
@@ -284,6 +286,9 @@ class Control:
             cause = str(refused)
             self._lose(cause)
             self.on_fenced(cause)
+            if self._grace_s > 0 and not self._leaving:
+                self.on_refused(cause)
+            return
         self._lose(cause)
         if self._grace_s > 0 and not self._leaving:
             self.on_abandoned(cause)
@@ -331,17 +336,21 @@ class Control:
         raise Refused(message["message"])
 
     def _find_another(self, cause: str) -> bool:
-        """Look for a coordinator of a higher incarnation; whether one accepted this rank within the grace. Raises Refused."""
+        """Look for a coordinator of a higher incarnation; whether one accepted this rank within the grace. Raises Refused, also if the one
+        that was obeyed lives and has expelled this rank: its word on it may have been lost with the connection."""
         with self._changed:
             self._orphaned = cause
             self._changed.notify_all()
-        end = time.monotonic() + self._grace_s
+        end, ask = time.monotonic() + self._grace_s, 0.0
         while time.monotonic() < end and not self._leaving:
             try:
                 found = self.find()
                 if found is not None and (found.incarnation is None or found.incarnation > self._incarnation):
-                    self._adopt(found)
+                    self._adopt(found, _ANSWER_S)
                     return True
+                if found is not None and found.incarnation == self._incarnation and time.monotonic() >= ask:
+                    ask = time.monotonic() + _ASK_S
+                    self._adopt(found, _ASK_S)  # it accepts nobody twice
             except Refused:
                 raise
             except (OSError, wire.Closed, BadInput):  # not there yet, or gone again, or its file is being written
@@ -349,11 +358,11 @@ class Control:
             time.sleep(_LOOK_S)
         return False
 
-    def _adopt(self, found: Announcement) -> None:
-        """Raises OSError, wire.Closed, if it is not there (yet), Refused if it will not have this rank."""
-        sock = self._connect(found.coordinator, found.token, 5.0, orphan=True)
+    def _adopt(self, found: Announcement, answer_s: float) -> None:
+        """Raises OSError, wire.Closed, if it is not there (yet) or is the one that was obeyed, Refused if it will not have this rank."""
+        sock = self._connect(found.coordinator, found.token, min(answer_s, 5.0), orphan=self._incarnation)
         try:
-            sock.settimeout(_ANSWER_S)
+            sock.settimeout(answer_s)
             answer = wire.receive(sock)
             if answer["type"] == "over":
                 self._refuse(answer)

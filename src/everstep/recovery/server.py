@@ -133,7 +133,10 @@ class CoordinatorServer(Desk):
         worker = str(hello["worker"])
         session = _Session(worker, sock)
         if "orphan" in hello:  # it obeyed another coordinator before, and waits to know whether it is welcome
-            session.put({"type": "welcome", "incarnation": self.coordinator.view.epoch.incarnation})
+            ours = self.coordinator.view.epoch.incarnation
+            if hello["orphan"] == ours and self.connected(worker):  # this one, which has not noticed: nobody can tell it what it missed
+                self.expel(worker, "it had given this coordinator up when it came back")
+            session.put({"type": "welcome", "incarnation": ours})
         if not self.connect(worker, session, hello["pid"], hello["host"]):
             if worker in self.dead:
                 with contextlib.suppress(wire.Closed):

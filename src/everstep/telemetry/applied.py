@@ -6,6 +6,7 @@ it, and a death excuses nobody who had gone on without the commit.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -62,11 +63,15 @@ def applied_once(events: Sequence[Event]) -> tuple[int, str]:
         for life in run.lives:
             if wrong := _uncalled(run, life, commits):
                 return applied, wrong
+            answers: dict[Attempt, list[Event]] = defaultdict(list)
+            for act in life.acts:
+                if act.event in _ANSWERS:
+                    answers[_attempt(act)].append(act)
             for index, vote in enumerate(life.acts):
                 commit = commits.get(_attempt(vote)) if vote.event == "vote" else None
                 if commit is None:
                     continue
-                found = [act for act in life.acts[index:] if act.event in _ANSWERS and _attempt(act) == _attempt(vote)]
+                found = answers.get(_attempt(vote), [])
                 if wrong := _wrong(life, commit, found) or ("" if found else _unapplied(run, life, index, commit)):
                     return applied, wrong
                 applied += any(act.event != "keep" for act in found)
@@ -101,7 +106,7 @@ def _wrong(life: _Life, commit: Event, found: Sequence[Event]) -> str:
 def _unapplied(run: _Run, life: _Life, index: int, commit: Event) -> str:
     """A life voted, and does not say what it did with the commit. What follows shows whether it could have done anything."""
     step, epoch = _attempt(commit)
-    for act in life.acts[index + 1:]:
+    for act in itertools.islice(life.acts, index + 1, None):
         if act.step is not None and (act.step > step or epoch_key(act.epoch) > epoch):
             return f"step {step}: {life.who} went on to {act.event} in step {act.step} without applying the commit"
     if run.has_ended(life, life.acts[index]["replica"]) or (not run.done and run.commits and commit is run.commits[-1]):

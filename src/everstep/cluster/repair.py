@@ -55,7 +55,8 @@ class Processes(Protocol):
 
 def _settle(future: Future[None], act: Callable[[str], None], worker: str) -> None:
     try:
-        future.set_result(act(worker))
+        act(worker)
+        future.set_result(None)
     except BaseException as error:
         future.set_exception(error)
 

@@ -216,7 +216,12 @@ def test_between_steps_who_joined_last_is_not_behind_however_long_that_takes():
     s = Scene()
     joined = [Member(1, 1, ("spare",)) if m.replica == 1 else m for m in s.members()]
     s.view(frozenset({1}), 5.0, joined)
-    assert s.judge.overdue(1e6) == []
+    assert s.judge.overdue(1000.0) == []
+    for phase in ("begin", "compute"):
+        s.judge.entered("0/0", 2, phase, 1000.0, epoch=SECOND)
+        s.judge.entered("2/0", 2, phase, 1000.0, epoch=SECOND)
+    assert s.judge.overdue(1100.0) == []  # it was called with them
+    assert [o.worker for o in s.judge.overdue(1100.1)] == ["spare"]
 
 
 @pytest.mark.parametrize("phase", ["reduce", "exchange", "voted", "compute"])
@@ -254,7 +259,7 @@ LINK_S, TICK_S = 60.0, 0.5
 
 def simulate(hangs: str = "", computes_s: dict[str, float] | None = None, until_s: float = 400.0) -> tuple[list[tuple[str, float]], int]:
     """Four replicas compute step 2; 3/0 dies at 5 s. The others form their link when all have come to the exchange of one epoch, and give
-    it up after LINK_S, which makes a new view. ``hangs``: 0/0 does, in that phase of the first attempt; ``computes_s``: for how long.
+    it up after LINK_S, which makes a new view. ``hangs``: 0/0 does, in that phase of the first attempt (idle: before it); ``computes_s``: for how long.
     Returns who was accused and when, and how many views there were."""
     judge, members = Judge(DEFAULTS), [Member(r, 0, (f"{r}/0",)) for r in range(4)]
     judge.view(members, frozenset(), 0.0, FIRST)
@@ -264,6 +269,8 @@ def simulate(hangs: str = "", computes_s: dict[str, float] | None = None, until_
         for phase in ("apply", "idle"):
             judge.entered(worker, 1, phase, 0.0, epoch=FIRST)
         at[worker] = "compute", FIRST, 0.0
+    if hangs == "idle":
+        at["0/0"] = "idle", FIRST, 0.0
     epoch, now, views, accused = FIRST, 0.0, 0, []
 
     def renew() -> None:
@@ -289,7 +296,7 @@ def simulate(hangs: str = "", computes_s: dict[str, float] | None = None, until_
         elif any(phase == "exchange" and mine == epoch and mine > FIRST and now - since >= LINK_S for phase, mine, since in at.values()):
             renew()
         for worker, (phase, mine, _) in at.items():
-            judge.entered(worker, 2, phase, now, waits=phase == "exchange" and hangs != "exchange", epoch=mine)
+            judge.entered(worker, 1 if phase == hangs == "idle" else 2, phase, now, waits=phase == "exchange" and hangs != "exchange", epoch=mine)
         found = [o.worker for o in judge.overdue(now)]
         if found:
             return [(worker, now) for worker in found], views
@@ -297,11 +304,12 @@ def simulate(hangs: str = "", computes_s: dict[str, float] | None = None, until_
     return accused, views
 
 
-@pytest.mark.parametrize("phase", ["compute", "exchange"])
+@pytest.mark.parametrize("phase", ["idle", "compute", "exchange"])
 def test_a_rank_that_hangs_while_survivors_form_a_link_again_and_again_is_found_as_soon_as_any_other(phase):
     ((worker, when),), views = simulate(phase)
     assert worker == "0/0" and views >= 2
-    assert 5.0 + DEFAULTS.progress_s <= when + (1.0 if phase == "compute" else 0.0) <= 5.0 + DEFAULTS.progress_s + 2.0
+    since = {"idle": 0.5, "compute": 4.0, "exchange": 5.0}[phase]  # when its peers first left that
+    assert since + DEFAULTS.progress_s <= when <= since + DEFAULTS.progress_s + 2.0
 
 
 @pytest.mark.parametrize("seconds", [5.0, 30.0, 63.0, 100.0, 120.0])

@@ -202,6 +202,46 @@ def test_a_spare_that_got_a_place_before_it_could_leave_is_missed_there(tmp_path
     server.close()
 
 
+class Heard:
+    """A judge that writes down what it is told."""
+
+    def __init__(self):
+        self.entries, self.begun = [], []
+
+    def entered(self, worker, step, phase, now, waits, epoch):
+        self.entries.append((step, phase, epoch))
+
+    def view(self, members, healing, now, begins):
+        self.begun.append(begins)
+
+    def overdue(self, now):
+        return []
+
+    def stalled(self, now):
+        return ""
+
+
+def test_what_a_rank_says_is_judged_by_the_epoch_under_which_it_acts(tmp_path):
+    """Whatever it has heard since; and a view begins the attempt anew, which a commit does not."""
+    server, members = serve(tmp_path)
+    server._judge = heard = Heard()
+    controls = [connect(server, worker, heartbeat_s=60.0) for worker in ("w0", "w1")]
+    server.open(members)
+    first = controls[0].latest.view.epoch
+    controls[0].obeys = first
+    server.expel("w1", "killed")
+    assert controls[0].wait_for(lambda rs: rs[-1] if rs[-1].view.epoch > first else None, 5.0, "the view")
+    controls[0].phase(1, "reduce")
+    controls[0].vote(Vote("w0", 1, first, 1, 1.0, 0, True))
+    controls[0].obeys = second = controls[0].epoch
+    controls[0].phase(1, "begin")
+    controls[0].vote(Vote("w0", 1, second, 1, 1.0, 0, True))
+    assert until(lambda: server.coordinator.committed == 1)
+    assert heard.entries == [(1, "reduce", first.key), (1, "voted", first.key), (1, "begin", second.key), (1, "voted", second.key)]
+    assert heard.begun == [first.key, second.key, None]
+    server.close()
+
+
 def test_nonsense_on_the_channel_ends_the_run(tmp_path):
     server, members = serve(tmp_path)
     control = connect(server, "w0")

@@ -27,7 +27,8 @@ class WatchedStore(dist.Store):
 
     def __init__(self, store: dist.Store, look: Callable[[], None]):
         super().__init__()
-        self._store, self._look = store, look
+        self._store: Any = store  # torch's stubs lack half of it
+        self._look = look
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
         limit = timeout or self._store.timeout

@@ -79,6 +79,7 @@ class _Standing:
     since: float
     waits: bool  # its main thread was last seen inside a collective
     epochs: list[tuple[Stamp, float]]  # under which it acted, and since when; the last one is its present one
+    step_since: float  # when it came to its step, in whatever attempt
     warm: bool = False   # has finished a step in this life
     computed: float | None = None  # since when it has nothing to compute in its step, as far as is known; a new view does not change that
     ended: float | None = None     # since when the attempt of its epoch is over
@@ -105,6 +106,8 @@ class _Standing:
     def moves(self, epoch: Stamp, step: int, phase: str, now: float) -> None:
         if epoch != self.epoch:
             self.epochs = [*self.epochs, (epoch, now)][-_EPOCHS:]
+        if step != self.step:
+            self.step_since = now
         if phase in _COMPUTES or step != self.step:
             self.computed = None
         if self.computed is None and phase in ORDER[ORDER.index("exchange"):] and phase not in _COMPUTES:
@@ -118,7 +121,9 @@ class _Standing:
         if self.phase == other.phase == "idle":
             return None
         if self.epoch > other.epoch:
-            if other.phase in _COMPUTES and self.step == other.step:
+            if self.step != other.step:  # the next one, or one to which all were rolled back
+                return self.step_since
+            if other.phase in _COMPUTES:
                 return self.computed
             return next(since for epoch, since in self.epochs if epoch > other.epoch)
         return self.since if self.point > other.point else None
@@ -160,7 +165,7 @@ class Judge:
                 life, known = (member.replica, member.build), self._standing.get(worker)
                 if known is None or known.life != life:
                     epoch, step, phase, waits = self._said.get(worker, ((0, 0), 0, "idle", False))
-                    known = _Standing(life, position, epoch, step, phase, now, waits, [(epoch, now)])
+                    known = _Standing(life, position, epoch, step, phase, now, waits, [(epoch, now)], now)
                 standing[worker] = known
                 self._note_end(known, now)
         self._standing, self._healing = standing, frozenset(healing)
@@ -175,6 +180,7 @@ class Judge:
         """The observer itself was suspended for so long: nobody could be heard meanwhile."""
         for standing in self._standing.values():
             standing.since += seconds
+            standing.step_since += seconds
             standing.epochs = [(epoch, since + seconds) for epoch, since in standing.epochs]
             standing.computed = None if standing.computed is None else standing.computed + seconds
             standing.ended = None if standing.ended is None else standing.ended + seconds

@@ -330,7 +330,7 @@ def _commits(folder: Path) -> int:
     return lead.read_text().count('"event":"commit"') if lead.exists() else 0
 
 
-def _until(condition: Callable[[], bool], process: subprocess.Popen, within_s: float = 180.0) -> None:
+def _until(condition: Callable[[], bool], process: subprocess.Popen, within_s: float = 240.0) -> None:
     end_at = time.monotonic() + within_s
     while not condition():
         assert process.poll() is None, process.communicate()

@@ -37,7 +37,8 @@ class Watch:
 
     def __init__(self, token: str, run_dir: str = "", grace_s: float = 0.0, folder: str = ""):
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "everstep.cluster.orphans", token, run_dir, str(grace_s), folder, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            [sys.executable, "-m", "everstep.cluster.orphans", token, run_dir, str(grace_s), folder, str(os.getpid())], stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,  # it may outlive us: whoever reads what we say shall not wait for it
             env={name: value for name, value in os.environ.items() if name != TOKEN},
             start_new_session=True,  # a Ctrl-C in the terminal is not for it
         )

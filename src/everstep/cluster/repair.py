@@ -225,9 +225,12 @@ class Repair:
             for worker, cause in failed.items():
                 LOG.warning("replica %d could not be formed in life %d: %s: %s", replica, member.build, worker, cause)
                 self._processes.expel(worker, cause)
-                self._processes.confirm_dead(worker)
+            gone = list(self._ended(sorted(failed), set()))
+            for worker in gone:
                 self._dead.add(worker)
                 self._processes.replace(worker)
+            if len(gone) < len(failed):
+                return False  # its turn comes again once they are
 
     def _spare_for(self, replica: int, rank: int) -> str:
         """A rank of a released replica goes back to where it was, and is left for that place: it has the state of it. Else a spare of the

@@ -19,6 +19,7 @@ import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
@@ -208,7 +209,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys) -> None:
     for name in ("status", "dashboard", "report"):
         assert cli.run([name, str(tmp_path)]) == 2
         assert "not a run folder" in capsys.readouterr().err
-        assert cli.run([command, str(tmp_path / "none")]) == 2
+        assert cli.run([name, str(tmp_path / "none")]) == 2
         assert "there is no such folder" in capsys.readouterr().err
 
 
@@ -240,12 +241,13 @@ def test_while_the_processes_of_a_run_come_up_it_is_starting(tmp_path: Path, arg
     process = command([arguments[0], SFT, *QUIET, f"run_dir={folder}", "launcher=local", "layout.spares=0", "faults=[]", "checkpoint.at_end=false", *arguments[1:]])
     try:
         end = time.monotonic() + 60.0
-        while not (folder / ".starting").exists():
+        while not ((folder / ".starting").exists() and psutil.Process(process.pid).children()):
             assert process.poll() is None and time.monotonic() < end, process.communicate()
             time.sleep(0.01)
         assert shown(everstep.status(folder)) == "starting: nothing was told yet\n"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130 and not folder.parent.exists(), "no run came to be"
+        time.sleep(0.5)  # until signals are passed on
+        process.send_signal(signal.SIGTERM)  # imports of torchrun may swallow a KeyboardInterrupt
+        assert process.wait(120) == 130 and not folder.parent.exists(), "no run came to be"
     finally:
         process.kill()
         process.communicate()

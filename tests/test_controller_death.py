@@ -214,6 +214,7 @@ def while_a_process_is_started_in_the_place_of_a_dead_one(step: int) -> None:
     Crew.start_in_place_of = lambda self, worker: die()  # type: ignore[assignment, method-assign, misc, return-value]
 
 
+@pytest.mark.full
 def test_a_replica_that_was_out_already_is_formed_once_by_the_next_controller(model, tmp_path):
     """Its death is in the log, and its place is empty: the next controller hears of it twice, fills the place and forms the replica."""
     conf = config(SFT, tmp_path / "run", *BASE, *GRACE, f"model.path={model}", "layout.replicas=2", "layout.spares=0", "sft.steps=60",

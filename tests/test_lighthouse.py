@@ -126,7 +126,8 @@ def test_the_lighthouse_is_killed_and_comes_back(tmp_path: Path, calm) -> None:
     assert epochs == sorted(epochs) and {epoch[0] for epoch in epochs} == {1, 2}, "epochs grow, over incarnations"
 
 
-@pytest.mark.parametrize("moment", ["trains", pytest.param("forms", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("moment", ["trains", "forms"])
 def test_a_lighthouse_that_is_stopped_in_order_leaves_what_a_killed_one_leaves(tmp_path: Path, calm, moment: str) -> None:
     """It gives those that are stopped with it a moment to leave first, in which training goes on."""
     with Replicas(local(tmp_path, 2, "sft.steps=100"), tmp_path) as replicas:

@@ -229,6 +229,7 @@ def test_without_ray_whatever_dies_in_a_repair(case, model, tmp_path):
     prove(case, model, tmp_path, "lighthouse", steps=120)
 
 
+@pytest.mark.full
 def test_a_process_that_cannot_be_killed_ends_no_run_and_holds_up_no_other_repair(model, tmp_path, monkeypatch):
     """As one that is stuck in the kernel: it is frozen, and SIGKILL does nothing until replica 2, which dies after it, is back."""
     send, freed = forked._Child.signal, threading.Event()
@@ -296,9 +297,8 @@ def the_first_spare_dies_when_the_world_is_made() -> None:
     worker_module.Worker._enter, groups.open_groups = remembered, dying  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("prepare", [
-    the_first_spare_dies_when_all_have_met, pytest.param(the_first_spare_dies_when_the_world_is_made, marks=pytest.mark.full),
-], ids=lambda prepare: prepare.__name__)
+@pytest.mark.full
+@pytest.mark.parametrize("prepare", [the_first_spare_dies_when_all_have_met, the_first_spare_dies_when_the_world_is_made], ids=lambda prepare: prepare.__name__)
 def test_who_lives_on_when_a_spare_dies_while_the_replica_forms_is_not_killed_and_keeps_its_state(prepare, model, tmp_path):
     """The step is held meanwhile, so the state that it kept is the committed one: only the next spare heals."""
     run = finish(config(SFT, tmp_path / "run", *BASE, *SHAPES["tp2"], path_of(model, "tp2"), "layout.spares=2", *ALL_NEEDED,

@@ -236,7 +236,7 @@ def test_what_a_rank_says_is_judged_by_the_epoch_under_which_it_acts(tmp_path):
     controls[0].obeys = second = controls[0].epoch
     controls[0].phase(1, "begin")
     controls[0].vote(Vote("w0", 1, second, 1, 1.0, 0, True))
-    assert until(lambda: server.coordinator.committed == 1)
+    assert until(lambda: server.coordinator.committed == 1 and len(heard.begun) == 3)
     assert heard.entries == [(1, "reduce", first.key), (1, "voted", first.key), (1, "begin", second.key), (1, "voted", second.key)]
     assert heard.begun == [first.key, second.key, None]
     server.close()

@@ -39,9 +39,9 @@ def take_over(controller: Controller, log: CommitLog) -> None:
     controller._events.emit("takeover", step=view.committed, epoch=view.epoch.key, incarnation=log.incarnation, members=list(view.replicas),
                       workers=sorted(adopting.told), seconds=time.monotonic() - start)
     controller._crew.on_start = lambda: announce(controller, log.incarnation)
-    controller._crew.adopt(adopting.gone | adopting.missing, decided.broken)
     for worker in sorted(adopting.missing):
         controller.server.expel(worker, "did not answer when its new controller took over")
+    controller._crew.adopt(adopting.gone | adopting.missing, decided.broken)
 
 
 def go_back(controller: Controller, member: Member) -> None:

@@ -91,8 +91,8 @@ class Diagnosis:
     def take(self, worker: str, cause: str, step: int, whereabouts: Mapping[str, Mapping[str, Any]]) -> None:
         """Begin to write down what all ranks do. Returns once that is done, or after :data:`HEAD_START_S`; never raises."""
         thread = threading.Thread(target=self._take, args=(worker, cause, step, whereabouts), name=f"diagnosis-{worker}", daemon=True)
-        self._running[worker] = thread
         thread.start()
+        self._running[worker] = thread  # not before: who finishes it joins it
         thread.join(HEAD_START_S)
 
     def finish(self, worker: str) -> None:

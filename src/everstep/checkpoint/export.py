@@ -270,7 +270,7 @@ def _adapter_config(config: Config, source: ModelSource) -> dict[str, Any]:
         "r": config.lora.rank,
         "lora_alpha": config.lora.alpha,
         "lora_dropout": 0.0 if config.lora.experts else config.lora.dropout,  # peft has none for experts, and would not load them
-        "target_modules": [saved_name(source.hf_config.model_type, name) if config.lora.experts else name for name in lora_matrices(config)],
+        "target_modules": [saved_name(source.hf_config.model_type, name) for name in lora_matrices(config)],
         "bias": "none",
         "inference_mode": True,
     }

@@ -57,7 +57,7 @@ def _settle(future: Future[None], act: Callable[[str], None], worker: str) -> No
     try:
         act(worker)
         future.set_result(None)
-    except BaseException as error:
+    except BaseException as error:  # raised where the result is taken
         future.set_exception(error)
 
 

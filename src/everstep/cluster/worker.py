@@ -156,7 +156,7 @@ class Worker:
         failure: Exception | None = None
         try:
             self._enter(formation)
-        except Exception as error:
+        except Exception as error:  # of whatever library: told as what it means, once nothing of it is held any more
             failure = world.explained(error, formation.replica, lambda: self._look(formation)) if len(formation.workers) > 1 else error
             forget_frames(error.__traceback__)  # the engine's, and with them its groups
         if failure is not None:

@@ -142,7 +142,7 @@ def _check_experts(config: Config, shape: ModelShape, layout: Layout) -> None:
             f"lora.experts=true with {halves[0]} alone: gate and up of experts are one tensor for peft; name both in lora.targets (fc1), or none"
         )
     if all(experts.sparse) and not config.lora.experts:
-        derive.refuse_adapted_experts(name for name in adapted if name in derive.LORA_MATRICES["fc1"] + derive.LORA_MATRICES["fc2"])
+        derive.refuse_adapted_experts(name for name in adapted if name in derive.FEED_FORWARD)
 
 
 def _check_critic(config: Config, sizes: derive.Sizes, actor: ModelShape) -> None:

@@ -54,6 +54,7 @@ LORA_MATRICES = {
     "fc1": ("gate_proj", "up_proj"),
     "fc2": ("down_proj",),
 }
+FEED_FORWARD = LORA_MATRICES["fc1"] + LORA_MATRICES["fc2"]
 
 
 def engine_devices(config: Config) -> int:
@@ -84,8 +85,7 @@ def lora_matrices(config: Config) -> tuple[str, ...]:
 def adapted_in(config: Config, experts: bool) -> tuple[str, ...]:
     """Those of ``lora_matrices`` that have adapters in a layer of a model with experts, in one whose feed-forward part they are (``experts``)
     or in another: feed-forward matrices in the one without lora.experts not, with it in the other one not, as ``peft`` has it."""
-    feed_forward = LORA_MATRICES["fc1"] + LORA_MATRICES["fc2"]
-    return tuple(name for name in lora_matrices(config) if name not in feed_forward or config.lora.experts == experts)
+    return tuple(name for name in lora_matrices(config) if name not in FEED_FORWARD or config.lora.experts == experts)
 
 
 def refuse_adapted_experts(matrices: Iterable[str]) -> None:

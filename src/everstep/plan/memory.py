@@ -101,7 +101,7 @@ def expert_adapter_parameters(config: Config, shape: ModelShape, layout: Layout,
     if x is None or not config.lora.experts:
         return 0
     held = sum(shape.sparse(layer) for layer in _stage_layers(shape, layout, pp)) * x.count // layout.ep
-    adapted = [name for name in derive.adapted_in(config, experts=True) if name in derive.LORA_MATRICES["fc1"] + derive.LORA_MATRICES["fc2"]]
+    adapted = [name for name in derive.lora_matrices(config) if name in derive.FEED_FORWARD]
     return held * config.lora.rank * len(adapted) * (shape.hidden + x.ffn // layout.tp)
 
 

@@ -72,9 +72,7 @@ def make(config: Config, hf_config: PretrainedConfig, tokenizer: PreTrainedToken
         from everstep.rl.rollout.vllm import VllmRollout
 
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-        adapted = derive.lora_matrices(config)
-        if config.lora.experts:
-            adapted = tuple(saved_name(hf_config.model_type, matrix) for matrix in adapted)
+        adapted = [saved_name(hf_config.model_type, matrix) for matrix in derive.lora_matrices(config)]
         return VllmRollout(config.rollout, hf_config, tokenizer, dtype, longest, adapted, config.seed, folder)
     from everstep.rl.rollout.transformers import TransformersRollout
 

@@ -45,7 +45,7 @@ def test_both_launchers_train_the_same_adapters(tmp_path: Path, ray_cluster: Non
     assert done.code == 0, done.err
     local, ray = result(tmp_path / "local"), finish(config(LORA, tmp_path / "ray", *layout))
     same(local, ray)
-    losses = [ray.losses[step] for step in sorted(ray.losses)]
+    losses = [ray.losses[step] for step in sorted(ray.losses) if step]  # before the first one the held-out data is evaluated alone
     assert losses[-1] < 0.7 * losses[0]
 
     saved = checkpoint(ray.folder, 6)

@@ -23,7 +23,16 @@ from everstep.config.load import load_config
 from everstep.run_dir import RunDir
 from everstep.telemetry import health
 from everstep.telemetry.events import EventLog, read_events
-from everstep.telemetry.health import Sign, classify, gpu_signs, host_signs, kernel_log, kernel_signs
+from everstep.telemetry.health import (
+    Sign,
+    classify,
+    gpu_signs,
+    host_numbers,
+    host_signs,
+    kernel_log,
+    kernel_signs,
+    newest_stamp,
+)
 
 
 @pytest.mark.parametrize(("line", "kind", "severity", "says"), [
@@ -40,15 +49,21 @@ from everstep.telemetry.health import Sign, classify, gpu_signs, host_signs, ker
     ("python[31422]: segfault at 0 ip 00007f", "software", "warning", "process 31422"),
 ])
 def test_a_line_of_the_kernels_log(line: str, kind: str, severity: str, says: str) -> None:
-    (sign,) = kernel_signs(["usb 1-1: new device", line, "eth0: Link is Up"])
+    (sign,) = kernel_signs(["usb 1-1: new device", line, "eth0: Link is Up"], ours=True)
     assert (sign.kind, sign.severity) == (kind, severity) and says in sign.what
 
 
 def test_old_lines_of_the_log_count_only_if_asked_for() -> None:
     if not (lines := kernel_log()):
         pytest.skip("this machine's kernel log may not be read")
-    now = time.clock_gettime(time.CLOCK_MONOTONIC)
-    assert len(kernel_log(since_s=now + 3600)) < len(lines)
+    newest = newest_stamp()
+    assert len([line for line in kernel_log(after=newest) if line in lines]) == 0 < newest
+
+
+def test_in_a_container_the_logs_process_numbers_are_the_hosts() -> None:
+    (sign,) = kernel_signs(["python[31422]: segfault at 0 ip 00007f"], ours=False)
+    assert "31422" in sign.what
+    assert classify("its process ended (pidfd)", 31422, [sign]).evidence == ("its process ended (pidfd)",)
 
 
 # -- GPUs ----------------------------------------------------------------------------------------------------------------------------
@@ -173,13 +188,14 @@ def test_a_real_crash_is_found_in_the_kernels_log(tmp_path: Path) -> None:
     events = EventLog(tmp_path / "lead.jsonl", "lead")
     agents = Agents(load_config(SFT), RunDir(tmp_path, 1), events)
     post_mortem = PostMortem(events, lambda info: agents.examine(info.host, info.worker_id, info.pid, 1.0))
+    before = newest_stamp()
     crashed = subprocess.Popen([sys.executable, "-c", "import ctypes; ctypes.string_at(0)"], stderr=subprocess.DEVNULL)
     assert crashed.wait() == -signal.SIGSEGV
     post_mortem.died(WorkerInfo("w0", crashed.pid, os.uname().nodename, "n"), (1, 0), 5, "its process ended (pidfd)", suspected=False)
     post_mortem.close()
     (found,) = read_events(tmp_path)
     assert (found.event, found["replica"], found.step) == ("failure", 1, 5)
-    if any(f"[{crashed.pid}]" in line and "segfault" in line for line in kernel_log()):
+    if any(f"[{crashed.pid}]" in line and "segfault" in line for line in kernel_log(after=before)) and host_numbers():
         assert found["failure_class"] == "software" and f"process {crashed.pid}" in found["evidence"][0]
 
 

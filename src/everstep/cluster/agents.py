@@ -23,7 +23,7 @@ from everstep.node.agent import AgentSpec, look_at, stacks
 from everstep.recovery import wire
 from everstep.run_dir import RunDir
 from everstep.telemetry.events import EventLog
-from everstep.telemetry.health import look
+from everstep.telemetry.health import look, newest_stamp
 
 LOG = logging.getLogger(__name__)
 EXAMINE_S = 2.0  # for an agent to say what it knows of a death
@@ -92,7 +92,7 @@ class Agents:
     ):
         self._config, self._run_dir, self._events, self._address = config, run_dir, events, address
         self._on_end, self._on_quarantine, self._run_agent, self._end_agent = on_end, on_quarantine, run_agent, end_agent
-        self._since_s = time.clock_gettime(time.CLOCK_MONOTONIC)  # as the kernel's log counts
+        self._kernel_stamp = newest_stamp()  # what the kernel's log held before is not of this run
         self._ranks: dict[str, dict[str, int]] = {}      # node -> worker -> pid
         self._newest: dict[str, str] = {}                # node -> the worker that connected last from there
         self._sessions: dict[str, _Session] = {}
@@ -146,7 +146,7 @@ class Agents:
         """
         found = self._ask(node, worker, pid, timeout_s, spy)
         if found is None and node == socket.gethostname():
-            found = look_at(pid) | {"signs": [asdict(sign) for sign in look([str(self._run_dir.path)], self._since_s)], "stacks": stacks(pid) if spy else ""}
+            found = look_at(pid) | {"signs": [asdict(sign) for sign in look([str(self._run_dir.path)], self._kernel_stamp)], "stacks": stacks(pid) if spy else ""}
         return found or {"missing": f"the agent of {node} did not answer in {timeout_s:g} s"}
 
     def _ask(self, node: str, worker: str, pid: int, timeout_s: float, spy: bool) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ Pure but for :func:`look`, which reads this machine.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import subprocess
@@ -63,12 +64,23 @@ _PATTERNS: tuple[tuple[re.Pattern[str], FailureClass, Severity, str], ...] = (
     (re.compile(r"NETDEV WATCHDOG: (\w+)"), "network", "bad", "network device {0} hangs"),
     (re.compile(r"(\S+)\[(\d+)\]: segfault at (\S+)"), "software", "warning", "process {1} ({0}): segmentation fault at {2}"),
 )
+_INITIAL_PIDS = "pid:[4026531836]"  # PROC_PID_INIT_INO, the same in every Linux
 _XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+),?\s*(.*)")
 
 
-def kernel_signs(lines: Iterable[str]) -> list[Sign]:
-    """What lines of the kernel's log tell."""
+def host_numbers() -> bool:
+    """Whether processes have the same numbers here as in the kernel's log: not in a container."""
+    try:
+        return os.readlink("/proc/self/ns/pid") == _INITIAL_PIDS
+    except OSError:
+        return True
+
+
+def kernel_signs(lines: Iterable[str], ours: bool | None = None) -> list[Sign]:
+    """What lines of the kernel's log tell. ``ours``: the log's process numbers are those that processes have here; None: find out. Else a
+    sign names no process of ours, whose number may be another one's in the log."""
     found = []
+    process = "process " if (host_numbers() if ours is None else ours) else "process number (of the host) "
     for line in lines:
         if match := _XID.search(line):
             number = int(match[2])
@@ -80,7 +92,8 @@ def kernel_signs(lines: Iterable[str]) -> list[Sign]:
             continue
         for pattern, of, severity, text in _PATTERNS:
             if match := pattern.search(line):
-                found.append(Sign(of, severity, text.format(*(group or "" for group in match.groups()))))
+                what = text.replace("process ", process).format(*(group or "" for group in match.groups()))
+                found.append(Sign(of, severity, what))
                 break
     return found
 
@@ -88,15 +101,24 @@ def kernel_signs(lines: Iterable[str]) -> list[Sign]:
 _STAMP = re.compile(r"(?:<\d+>)?\[\s*(\d+\.\d+)\]")
 
 
-def kernel_log(since_s: float = 0.0, timeout_s: float = 5.0) -> list[str]:
-    """The newest lines of this machine's kernel log, from ``since_s`` (seconds since it was started, as the log counts them) on; none
-    where that is not permitted."""
+def kernel_log(after: float = 0.0, timeout_s: float = 5.0) -> list[str]:
+    """The newest lines of this machine's kernel log whose stamps come after ``after`` (see :func:`newest_stamp`); none where that is not
+    permitted."""
     try:
         done = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=timeout_s)
     except (OSError, subprocess.SubprocessError):
         return []
     lines = done.stdout.splitlines()[-5000:] if done.returncode == 0 else []
-    return [line for line in lines if (stamp := _STAMP.match(line)) is None or float(stamp[1]) >= since_s]
+    return [line for line in lines if (stamp := _STAMP.match(line)) is None or float(stamp[1]) > after]
+
+
+def newest_stamp() -> float:
+    """Of the last line that the kernel's log holds now, in the log's own seconds; 0 without one.
+
+    Only the log's own stamps say what is older: its clock is not disciplined, and falls behind CLOCK_MONOTONIC by a second in some days.
+    """
+    stamps = [stamp for line in kernel_log() if (stamp := _STAMP.match(line))]
+    return float(stamps[-1][1]) if stamps else 0.0
 
 
 # -- devices ---------------------------------------------------------------------------------------------------------------------------
@@ -177,9 +199,9 @@ def host_signs(folders: Sequence[str] = ()) -> list[Sign]:
     return found
 
 
-def look(folders: Sequence[str] = (), since_s: float = 0.0) -> list[Sign]:
-    """Everything that this machine tells of itself now; of the kernel's log what came after ``since_s`` (see :func:`kernel_log`)."""
-    found = host_signs(folders) + kernel_signs(kernel_log(since_s))
+def look(folders: Sequence[str] = (), after: float = 0.0) -> list[Sign]:
+    """Everything that this machine tells of itself now; of the kernel's log what came after ``after`` (see :func:`kernel_log`)."""
+    found = host_signs(folders) + kernel_signs(kernel_log(after))
     if nvml := load_nvml():
         found += gpu_signs(nvml)
     return found

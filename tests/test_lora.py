@@ -126,10 +126,10 @@ CASES = {
     "2": [
         Case(Layout(tp=2), engine={**SP, **FULL}),
         Case(Layout(pp=2), engine=FULL),
-        Case(Layout(dp=2)),
-        Case(Layout(cp=2), engine=SELECTIVE),
     ],
     "2, more": [
+        Case(Layout(dp=2)),
+        Case(Layout(cp=2), engine=SELECTIVE),
         Case(Layout(tp=2)),
         Case(Layout(tp=2), "llama", False, engine={**SP, **SELECTIVE, **UNSHARDED}),
         Case(Layout(pp=2), lora={"targets": ["fc2"]}),

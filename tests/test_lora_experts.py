@@ -114,9 +114,9 @@ CASES = {
     ],
     "2": [
         Case(Layout(dp=2, ep=2), "qwen3_moe"),
-        Case(Layout(tp=2), "qwen3_moe", engine=SP),
     ],
     "2, more": [
+        Case(Layout(tp=2), "qwen3_moe", engine=SP),
         Case(Layout(dp=2, ep=2), "mixtral", False, engine=UNSHARDED, lora={"targets": ["qkv", "fc1"]}),
         Case(Layout(pp=2), "qwen3_moe", engine={"recompute": "full"}),
     ],

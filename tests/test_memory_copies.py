@@ -160,7 +160,7 @@ def fault(phase: str, rank: int, step: int = STEP + 1, replica: int = 0) -> str:
         pytest.param("pp2", [fault("apply", 0, step=6), fault("reduce", 1, step=12)], [3, 9], marks=pytest.mark.full),
         pytest.param("dp2", [fault("vote", 0), fault("compute", 0), fault("compute", 1)], [3], marks=pytest.mark.full),
         pytest.param("tp2", [fault("compute", 0, step=2)], [0], marks=pytest.mark.full),
-        ("", [fault("compute", 0)], [3]),
+        pytest.param("", [fault("compute", 0)], [3], marks=pytest.mark.full),  # tests/test_quarantine.py has one that is quicker
     ],
 )
 def test_one_replica_goes_back_to_the_copy_and_repeats_the_steps_since(shape, faults, back, model, tmp_path):

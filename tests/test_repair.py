@@ -146,7 +146,7 @@ WAYS = {
     "one-rank-of-a-joining-tp2-in-mid-transfer": (SALVAGED, STRUCK), "the-source-freezes-in-mid-transfer": (SALVAGED, STRUCK),
     "a-heal-that-is-waited-for": (SALVAGED,), "a-heal-in-a-held-step": (SALVAGED,),
 }
-TELLING = {"no-spare", "the-source-in-mid-transfer"}
+TELLING = {"the-source-in-mid-transfer"}
 
 
 def prove(case: Case, model: Path, folder: Path, launcher: str = "controller", steps: int = STEPS) -> Finished:

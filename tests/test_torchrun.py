@@ -293,6 +293,33 @@ def test_an_interruption_reaches_the_ranks_and_nothing_is_left(tmp_path: Path, n
     assert not alive(launch.pids("rank", "child")), "not even what a rank started in a session of its own"
 
 
+def test_an_interruption_while_libraries_are_imported_is_not_swallowed() -> None:
+    """Imports in which everything is tried, as torch's do: SIGINT in one of them is raised once all are done, and not before."""
+    done = []
+    with pytest.raises(KeyboardInterrupt), torchrun._interrupted_afterwards():
+        try:
+            signal.raise_signal(signal.SIGINT)
+            done.append("one")
+        except BaseException:
+            done.append("swallowed")
+        done.append("another")
+    assert done == ["one", "another"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("after_s", [0.1, 0.4, 0.8, 1.5, 3.0])
+def test_an_interruption_ends_it_whenever_it_comes(tmp_path: Path, after_s: float) -> None:
+    launch = Launch(tmp_path, "hang")
+    while not psutil.Process(launch.process.pid).children():
+        assert launch.process.poll() is None
+        time.sleep(0.01)
+    time.sleep(after_s)
+    launch.process.send_signal(signal.SIGINT)
+    code, stderr = launch.end()
+    assert code == 130, stderr
+    assert not alive(launch.pids("rank", "child"))
+
+
 def test_nothing_is_left_when_torchrun_is_killed(tmp_path: Path) -> None:
     launch = Launch(tmp_path, "hang")
     launch.wait_for("child-*", 2)

@@ -228,10 +228,11 @@ def _cause(exits: Path, agent_code: int, interrupted: bool) -> tuple[int, str]:
 
 def _agent(arguments: list[str]) -> int:
     """torchrun itself; notes how workers ended that could not say it themselves."""
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher import api
+    with _interrupted_afterwards():
+        from torch.distributed import run
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher import api
 
     logging.disable(logging.ERROR)  # its account of a failed worker is a page long; ours is one sentence
     api.LocalElasticAgent = _patient_agent(Path(os.environ[EXIT_DIR]), float(os.environ[_DELAY]))  # type: ignore[misc]
@@ -261,6 +262,19 @@ def _agent(arguments: list[str]) -> int:
     except SignalException:
         return 1
     return 0
+
+
+@contextlib.contextmanager
+def _interrupted_afterwards() -> Iterator[None]:
+    """An interrupt in this block is raised at its end: libraries that are being imported try this and that, and would swallow it."""
+    noted: list[int] = []
+    old = signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, old)
+    if noted:
+        raise KeyboardInterrupt
 
 
 def _patient_agent(exits: Path, delay_s: float) -> Any:

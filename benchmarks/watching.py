@@ -82,7 +82,7 @@ def acts(ranks: int) -> dict[str, float]:
 @contextlib.contextmanager
 def unwatched() -> Any:
     """In this process, the lead's: no comparison of times, no state replaced each second, nobody who may look from elsewhere, no structured log."""
-    from everstep.cluster.watch import Watch
+    from everstep.cluster.controller.watch import Watch
     from everstep.telemetry.watching import Watching
 
     kept = Watch.step, Watching.begin, Watching.follow

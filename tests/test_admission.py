@@ -19,8 +19,8 @@ from tests.test_lost_node import until
 from tests.test_watching import seconds_between
 
 from everstep import cli
-from everstep.cluster import worker as worker_module
 from everstep.cluster.forked import ForkedHost
+from everstep.cluster.worker import worker as worker_module
 from everstep.doctor import Unfit
 from everstep.driver import run as run_recipe
 from everstep.telemetry.events import read_events
@@ -122,7 +122,7 @@ import importlib.abc, importlib.util, os, sys
 
 class Breaks(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "everstep.cluster.admission":
+        if name != "everstep.cluster.worker.admission":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.replicas import free_ports
 
-from everstep.cluster import takeover
+from everstep.cluster.controller import takeover
 from everstep.cluster.environment import Machines, lighthouse_address, machines, manager_port, placed, slurm_hosts
-from everstep.cluster.head import Head
-from everstep.cluster.lighthouse import Lighthouse, Ports, pack_journal, serve, unpack_journal
-from everstep.cluster.up import Child, check_ports_of_replicas, share_devices, up
+from everstep.cluster.local.head import Head
+from everstep.cluster.local.lighthouse import Lighthouse, Ports, pack_journal, serve, unpack_journal
+from everstep.cluster.local.up import Child, check_ports_of_replicas, share_devices, up
 from everstep.config.load import from_tree
 from everstep.config.schema import Config
 from everstep.errors import BadInput, ConfigError, InvariantViolated, NotEnoughReplicas, WorkerFailed, typed

@@ -229,7 +229,7 @@ def seeded() -> None:
 
 def drawing_workers() -> None:
     """In every worker: user code that draws random numbers once a step, and writes them down."""
-    from everstep.cluster.worker import Worker
+    from everstep.cluster.worker.worker import Worker
 
     seeded()
     train_step = Worker.train_step
@@ -294,7 +294,7 @@ def test_the_lead_is_killed_at_any_touch_of_the_disk(touch: int, calm: Callable[
 def kill_the_writer_of_replica_1() -> None:
     """In every worker: who writes for replica 1 dies when it opens its n-th file; n comes from the environment. Steps take longer than
     usual, so that saves end between them."""
-    from everstep.cluster.worker import Worker
+    from everstep.cluster.worker.worker import Worker
 
     train_step = Worker.train_step
     Worker.train_step = lambda *args: time.sleep(0.15) or train_step(*args)  # type: ignore[method-assign, func-returns-value]

@@ -24,7 +24,8 @@ from tests.test_exact import BASE, SHAPES, by_position, undisturbed
 from tests.test_faults import assert_invariants
 from tests.test_plan_cli import TOKEN, survivors
 
-from everstep.cluster import forked, takeover
+from everstep.cluster import forked
+from everstep.cluster.controller import takeover
 from everstep.cluster.forked import ForkedHost
 from everstep.config.check import check_plan
 from everstep.config.schema import Config
@@ -87,7 +88,7 @@ def between_two_steps(step: int) -> None:
 
 
 def while_the_ranks_compute(step: int) -> None:
-    from everstep.cluster.controller import Controller
+    from everstep.cluster.controller.controller import Controller
 
     entered = Controller._phase_entered
 
@@ -106,7 +107,7 @@ def in_the_middle_of_a_save(step: int) -> None:
 
 
 def while_a_spare_heals(step: int) -> None:
-    from everstep.cluster.controller import Controller
+    from everstep.cluster.controller.controller import Controller
 
     entered = Controller._phase_entered
 
@@ -209,7 +210,7 @@ def test_a_rank_that_dies_with_its_controller_is_replaced_by_a_spare(model, tmp_
 
 
 def while_a_process_is_started_in_the_place_of_a_dead_one(step: int) -> None:
-    from everstep.cluster.crew import Crew
+    from everstep.cluster.controller.crew import Crew
 
     Crew.start_in_place_of = lambda self, worker: die()  # type: ignore[assignment, method-assign, misc, return-value]
 
@@ -342,7 +343,7 @@ def _until(condition: Callable[[], bool], process: subprocess.Popen, within_s: f
 REFUSES = """
 import sys
 from everstep import cli
-from everstep.cluster import takeover
+from everstep.cluster.controller import takeover
 from everstep.errors import BadInput
 def decide(*args): raise BadInput("--attach: refused")
 takeover.decide = decide
@@ -351,7 +352,7 @@ sys.exit(cli.run(sys.argv[1:]))
 LATE_KILLS = """
 import sys, time
 from everstep import cli
-from everstep.cluster.ray import RayHost
+from everstep.cluster.ray.host import RayHost
 end = RayHost.end
 RayHost.end = lambda self, worker: (time.sleep(6.0), end(self, worker))[1]
 sys.exit(cli.run(sys.argv[1:]))

@@ -21,8 +21,8 @@ from tests.support.runs import ROOT, SFT, Finished, config, finish, gone
 from tests.test_faults import assert_invariants
 
 from everstep.cluster import namespaces
-from everstep.cluster import worker as worker_module
 from everstep.cluster.forked import ForkedHost
+from everstep.cluster.worker import worker as worker_module
 from everstep.engine import step as engine_step
 from everstep.recovery import transaction as transaction_module
 from everstep.recovery.faults import HELD_KINDS, UNHELD_PHASES

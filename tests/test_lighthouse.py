@@ -32,7 +32,7 @@ from tests.test_faults import assert_invariants
 import everstep
 from everstep.checkpoint.manifest import checkpoint_folders, step_of
 from everstep.cluster.forked import ForkedHost
-from everstep.cluster.worker import Worker
+from everstep.cluster.worker.worker import Worker
 from everstep.config.schema import Config
 from everstep.recovery.commitlog import is_open
 from everstep.telemetry import history

@@ -10,8 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 from tests.test_recovery import until
 
-from everstep.cluster.meeting import Meeting, open_store
-from everstep.cluster.run_store import serve_store
+from everstep.cluster.worker.meeting import Meeting, open_store
+from everstep.cluster.worker.run_store import serve_store
 from everstep.errors import DeadlineExceeded
 
 Make = Callable[[int, int], Meeting]

@@ -24,7 +24,7 @@ from everstep import attempt
 from everstep.checkpoint import flushed, memory, shelf
 from everstep.checkpoint.memory import Keeper, Stamp
 from everstep.checkpoint.shelf import Shelf, ShelfError
-from everstep.cluster.copies import choose_buddies
+from everstep.cluster.controller.copies import choose_buddies
 from everstep.cluster.forked import ForkedHost
 from everstep.config.check import check_plan
 from everstep.errors import BadInput, ConfigError, InvariantViolated, NotEnoughReplicas
@@ -184,8 +184,8 @@ def test_two_replicas_lost_at_once_come_back_from_copies(model, tmp_path):
 
 def test_a_state_of_steps_that_were_taken_back_is_none():
     """What a rank kept of a broken replica, and what one holds that is out of the view: by the version alone they would pass for steps made anew."""
-    from everstep.cluster.rank_state import Kept
-    from everstep.cluster.worker import Worker
+    from everstep.cluster.worker.rank_state import Kept
+    from everstep.cluster.worker.worker import Worker
     from everstep.layout import Position
 
     view = View(Epoch(1, 9), (Member(0, 1, ("w4",)),), (), 6, "l")

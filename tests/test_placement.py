@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from everstep.cluster.placement import Placement, place
+from everstep.cluster.ray.placement import Placement, place
 from everstep.errors import BadInput
 
 clusters = st.lists(st.integers(0, 9), min_size=1, max_size=8).map(lambda c: {f"n{i}": d for i, d in enumerate(c)})

@@ -77,7 +77,7 @@ def _main(arguments: list[str], folder: str, token: str, columns: str) -> None:
 
 def start(arguments: list[str], folder: Path, columns: int = 80) -> tuple[Any, str]:
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["everstep.cli", "everstep.driver", "everstep.cluster.controller", "everstep.cluster.ray"])
+    context.set_forkserver_preload(["everstep.cli", "everstep.driver", "everstep.cluster.controller.controller", "everstep.cluster.ray.host"])
     token = uuid.uuid4().hex
     process = context.Process(target=_main, args=(arguments, str(folder), token, str(columns)))
     process.start()

@@ -11,8 +11,8 @@ import pytest
 from tests.support.replicas import Replicas
 from tests.support.runs import SFT, config, finish
 
-from everstep.cluster import worker as worker_module
 from everstep.cluster.forked import ForkedHost
+from everstep.cluster.worker import worker as worker_module
 from everstep.errors import NonFinite
 from everstep.telemetry.events import read_events
 from everstep.telemetry.history import check

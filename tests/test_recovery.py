@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from tests.support.processes import run_ranks
 
-from everstep.cluster.repair import Repair
+from everstep.cluster.controller.repair import Repair
 from everstep.config.recovery_schema import RecoveryConfig
 from everstep.errors import BadInput, DeadlineExceeded, InvariantViolated, LinkBroken, RunEnded, WorkerFailed
 from everstep.recovery import heal

@@ -31,10 +31,10 @@ from tests.test_faults import assert_invariants
 from everstep import cli
 from everstep.checkpoint import manifest
 from everstep.cluster import forked, processes
-from everstep.cluster import worker as worker_module
-from everstep.cluster.endpoint import FILE, Endpoint, ask
+from everstep.cluster.controller.endpoint import FILE, Endpoint, ask
+from everstep.cluster.controller.refill import Refill
 from everstep.cluster.forked import ForkedHost
-from everstep.cluster.refill import Refill
+from everstep.cluster.worker import worker as worker_module
 from everstep.engine import groups
 from everstep.errors import BadInput, BelowMinimum, WorkerFailed
 from everstep.recovery import heal
@@ -567,7 +567,7 @@ def test_processes_that_die_young_in_one_place_are_a_crash_loop_and_useful_ones_
 
 def ends_as_it_comes_up() -> None:
     """A process that is started later connects, and ends before it is ready."""
-    from everstep.cluster.worker import Worker
+    from everstep.cluster.worker.worker import Worker
 
     made = Worker.__init__
 

@@ -15,7 +15,7 @@ from tests.test_exact import by_position
 from tests.test_faults import assert_invariants
 from tests.test_rl_faults import FIRST, ITERATIONS, PPO, SMALL, STEPS, calm, undisturbed
 
-from everstep.cluster.controller import Controller
+from everstep.cluster.controller.controller import Controller
 from everstep.cluster.forked import ForkedHost
 from everstep.cluster.processes import still_running
 from everstep.recovery import rendezvous

@@ -18,17 +18,17 @@ import torch.distributed as dist
 from tests.support.runs import SFT, config, finish
 
 from everstep.cluster.batch import TrainingBatch
-from everstep.cluster.exchange import broadcast_object, from_batch, gather_batches, gather_objects, to_batch
 from everstep.cluster.forked import ForkedHost
+from everstep.cluster.worker.exchange import broadcast_object, from_batch, gather_batches, gather_objects, to_batch
 from everstep.errors import ReplicaBroken
 
 ROOT = Path(__file__).parent.parent
 
 #: Where Python objects are made of bytes, and whose bytes those are. A new line here needs a reason, and one in docs/security.md.
 UNPICKLES = {
-    "cluster/exchange.py": "with a keyed digest, checked before",
+    "cluster/worker/exchange.py": "with a keyed digest, checked before",
     "cluster/forked.py": "pipes and sockets of one machine, which multiprocessing authenticates",
-    "cluster/local.py": "what the lighthouse hands on, over connections that showed the secret",
+    "cluster/local/group.py": "what the lighthouse hands on, over connections that showed the secret",
 }
 
 

@@ -15,7 +15,7 @@ from tests.test_faults import assert_invariants
 
 from everstep.checkpoint import flushed, manifest, memory
 from everstep.cluster import forked, janitor
-from everstep.cluster.controller import Controller
+from everstep.cluster.controller.controller import Controller
 from everstep.cluster.forked import ForkedHost
 from everstep.config.check import check_plan
 from everstep.config.schema import Config

@@ -19,7 +19,6 @@ import psutil
 import pytest
 from tests.support.runs import SFT, config
 
-from everstep.cluster import torchrun
 from everstep.cluster.environment import (
     RankEnvironment,
     check_user_environment,
@@ -28,7 +27,8 @@ from everstep.cluster.environment import (
     read_environment,
     worker_environment,
 )
-from everstep.cluster.lighthouse import serve
+from everstep.cluster.local import torchrun
+from everstep.cluster.local.lighthouse import serve
 from everstep.config.check import check_plan
 from everstep.config.load import load_config
 from everstep.config.schema import Config
@@ -150,7 +150,7 @@ WORKER = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from everstep.cluster.environment import inside_torchrun, read_environment
-from everstep.cluster.torchrun import launch, report_exit
+from everstep.cluster.local.torchrun import launch, report_exit
 from everstep.config.schema import Config
 from everstep.errors import BadInput, Interrupted, InvariantViolated, NotEnoughReplicas
 
@@ -206,7 +206,7 @@ elif mode == "hang":
 
 PARENT = """
 import sys
-from everstep.cluster.torchrun import launch
+from everstep.cluster.local.torchrun import launch
 from everstep.config.schema import Config
 sys.exit(launch(Config.model_validate_json(sys.argv[1]), sys.argv[2:]))
 """

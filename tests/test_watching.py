@@ -26,10 +26,10 @@ from tests.support.runs import ROOT, SFT, Finished, config, finish
 from tests.test_faults import assert_invariants
 
 from everstep import cli
-from everstep.cluster import worker as worker_module
 from everstep.cluster.dispatch import ranks_of
 from everstep.cluster.forked import ForkedHost
 from everstep.cluster.results import minority
+from everstep.cluster.worker import worker as worker_module
 from everstep.config.check import check, check_plan
 from everstep.config.levels import parse_levels
 from everstep.config.load import load_config

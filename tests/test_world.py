@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from everstep.cluster import world
-from everstep.cluster.run_store import serve_store
+from everstep.cluster.worker import world
+from everstep.cluster.worker.run_store import serve_store
 from everstep.engine.groups import close_groups
 from everstep.errors import BadInput, CoordinatorLost, ReplicaBroken
 

@@ -129,7 +129,7 @@ def lighthouse(
     import signal
     import threading
 
-    from everstep.cluster.lighthouse import serve
+    from everstep.cluster.local.lighthouse import serve
 
     host, _, digits = bind.rpartition(":")
     if host and digits.isdecimal():
@@ -447,7 +447,7 @@ def drain(
     Spares take their places. No process is started any more on a drained node.
     Exit code 3: some have not left in time (they cannot be spared yet).
     """
-    from everstep.cluster.drain import drain as drain_ranks
+    from everstep.cluster.controller.drain import drain as drain_ranks
 
     return drain_ranks(run, target, wait_s, sys.stdout)
 
@@ -462,7 +462,7 @@ def engines(
 
     What an engine that leaves was at goes on elsewhere from what it has.
     """
-    from everstep.cluster.endpoint import ask
+    from everstep.cluster.controller.endpoint import ask
     from everstep.run_dir import open_run_dir
 
     told = ask(open_run_dir(run).path, "engines", engines=count)
@@ -501,7 +501,7 @@ def _told_launcher(error: EverstepError) -> bool:
     """Whether this process is a rank whose launcher was told the error, and says it once for all ranks."""
     if "RANK" not in os.environ:
         return False
-    from everstep.cluster.torchrun import report_exit
+    from everstep.cluster.local.torchrun import report_exit
 
     return report_exit(error)
 

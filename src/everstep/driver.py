@@ -24,9 +24,10 @@ from everstep import attempt
 from everstep.checkpoint import flushed
 from everstep.checkpoint.choose import Chosen
 from everstep.checkpoint.manifest import pointed_at, step_of
-from everstep.cluster import environment, torchrun
+from everstep.cluster import environment
 from everstep.cluster.group import Group
 from everstep.cluster.host import Host
+from everstep.cluster.local import torchrun
 from everstep.config import derive
 from everstep.config import load as config_files
 from everstep.config.check import check
@@ -59,7 +60,7 @@ from everstep.telemetry.trackers import open_trackers
 from everstep.telemetry.watching import Watching
 
 if TYPE_CHECKING:
-    from everstep.cluster.local import Entry
+    from everstep.cluster.local.group import Entry
 
 RECIPES = {"sft": sft.train, "grpo": grpo.train, "ppo": ppo.train, "dpo": dpo.train}
 
@@ -131,7 +132,7 @@ def run(
 
 def run_replicas(config: Config, program: Sequence[str], clean: bool) -> int:
     """All replicas of ``config`` on this machine, each a torchrun of its own, under a lighthouse; returns 0. Raises EverstepError."""
-    from everstep.cluster.up import up
+    from everstep.cluster.local.up import up
 
     _quiet_libraries()
     if config.launcher == "ray":
@@ -267,7 +268,7 @@ def _enter(
 ) -> tuple[RunDir, Chosen, EventLog | None, Entry | None]:
     """The run's folder and the checkpoint to start from; the controller's log, or how this rank of torchrun comes into the run."""
     if launcher == "local":
-        from everstep.cluster import local
+        from everstep.cluster.local import group as local
 
         entry = local.enter(config, clean, watching)
         return entry.run_dir, entry.chosen, None, entry
@@ -314,19 +315,19 @@ def _start_group(
 ) -> Group:
     """``log``: of the run whose workers are taken over."""
     if launcher == "ray":
-        from everstep.cluster.controller import Controller
+        from everstep.cluster.controller.controller import Controller
 
         assert events is not None
         made = host(config) if host else _ray_host(config, rendezvous.find(run_dir.path) if log else None)
         return Controller(config, run_dir, events, made, on_record, log)
-    from everstep.cluster.local import LocalGroup
+    from everstep.cluster.local.group import LocalGroup
 
     assert entry is not None
     return LocalGroup(config, entry)
 
 
 def _ray_host(config: Config, before: rendezvous.Announcement | None) -> Host:
-    from everstep.cluster.ray import RayHost
+    from everstep.cluster.ray.host import RayHost
 
     return RayHost(config, derive.layout(config), before.host if before else None)
 

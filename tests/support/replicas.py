@@ -21,7 +21,7 @@ from typing import Any
 from tests.support.runs import Finished
 
 from everstep.cluster.forked import context
-from everstep.cluster.torchrun import EXIT_DIR, final_report
+from everstep.cluster.local.torchrun import EXIT_DIR, final_report
 from everstep.config.schema import Config
 from everstep.telemetry.events import read_events
 
@@ -44,7 +44,7 @@ def _log_to(path: Path) -> None:
 
 
 def _lighthouse(port: int, min_replicas: int, join_timeout_ms: int, log: Path, moment: Callable[[], None] | None) -> None:
-    from everstep.cluster.lighthouse import serve
+    from everstep.cluster.local.lighthouse import serve
 
     _log_to(log)
     if moment:
@@ -56,7 +56,7 @@ def _lighthouse(port: int, min_replicas: int, join_timeout_ms: int, log: Path, m
 
 def _rank(config: Config, env: dict[str, str], log: Path, clean: bool, prepare: Callable[[], None] | None) -> None:
     from everstep import driver
-    from everstep.cluster.torchrun import report_exit
+    from everstep.cluster.local.torchrun import report_exit
     from everstep.errors import EverstepError
 
     _log_to(log)

@@ -2,7 +2,7 @@
 node has.
 
 A rank sends its copy, once it counts, to its *buddy*: a worker of another node, which the controller names
-(:class:`everstep.cluster.copies.Copies`). What a buddy has written it reads again before it seals it, so a copy that the end of either
+(:class:`everstep.cluster.controller.copies.Copies`). What a buddy has written it reads again before it seals it, so a copy that the end of either
 process cut short is none. Everything is on threads of its own: a worker computes meanwhile.
 
 One request a connection, opened with a secret:

@@ -1,4 +1,4 @@
-"""Where processes live: batches that travel, dispatch, placement, environments, and the two launchers."""
+"""Where processes live: batches that travel, dispatch, environments; what runs in a rank (worker), and the launchers (controller and ray, local)."""
 
 import os
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from everstep.cluster.formation import Meant
 
 PRELOAD = [
-    "everstep.cluster.worker",
+    "everstep.cluster.worker.worker",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",

@@ -1,7 +1,7 @@
 """What a recipe sees of the cluster: a group of replicas with a handful of verbs. No process, no socket, no rank.
 
-``launcher=ray`` (:mod:`everstep.cluster.controller`): the recipe runs once, in the controller. ``launcher=local``
-(:mod:`everstep.cluster.local`): the recipe runs in every rank, each call does this rank's part, and results are exchanged so
+``launcher=ray`` (:mod:`everstep.cluster.controller.controller`): the recipe runs once, in the controller. ``launcher=local``
+(:mod:`everstep.cluster.local.group`): the recipe runs in every rank, each call does this rank's part, and results are exchanged so
 that every rank sees the same ones. A recipe written against this module cannot tell the difference, as long as what it does depends on
 nothing but its configuration, its state and the results of its calls.
 """
@@ -120,7 +120,7 @@ class Group(Protocol):
         """One round of semi-synchronous training (``semisync.method``), which is one transaction: a batch, over all replicas, and a
         learning rate for each inner step. Each replica makes the steps on its share; then a fragment of the weights is synchronised.
 
-        ``rollout``: a factory of an everstep.cluster.island.Rollout; ``batches`` are then prompts, of which each replica makes its samples
+        ``rollout``: a factory of an everstep.cluster.worker.island.Rollout; ``batches`` are then prompts, of which each replica makes its samples
         with the weights that it has by then. ``state``: as in ``train_step``. Loss and metrics are over all inner steps, ``grad_norm`` is the mean pseudo-gradient's.
         """
 

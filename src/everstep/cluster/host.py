@@ -1,7 +1,7 @@
 """What the controller needs of whatever starts and reaches worker processes, and how such a process makes its worker.
 
-:class:`everstep.cluster.ray.RayHost` has Ray actors on any number of nodes; :class:`everstep.cluster.forked.ForkedHost` forks children
-of this machine from a process that has done the imports. Both run the same :class:`everstep.cluster.worker.Worker`.
+:class:`everstep.cluster.ray.host.RayHost` has Ray actors on any number of nodes; :class:`everstep.cluster.forked.ForkedHost` forks children
+of this machine from a process that has done the imports. Both run the same :class:`everstep.cluster.worker.worker.Worker`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from everstep.telemetry import diagnosis
 
 if TYPE_CHECKING:
     from everstep.cluster.formation import Meant
-    from everstep.cluster.worker import Slots
+    from everstep.cluster.worker.worker import Slots
 
 
 _KILLED_S = 10.0  # for who expelled a worker to kill it: what it was doing is looked at before that
@@ -173,8 +173,8 @@ def make_worker(spec: WorkerSpec, node: str, abandon: Callable[[str], None] | No
 
     from everstep.checkpoint import flushed, memory
     from everstep.cluster import janitor
+    from everstep.cluster.controller.preemption import Notices
     from everstep.cluster.device import choose_device
-    from everstep.cluster.preemption import Notices
     from everstep.engine import cpu
     from everstep.engine.groups import NCCL_ENVIRONMENT
     from everstep.node import beat
@@ -218,7 +218,7 @@ def make_worker(spec: WorkerSpec, node: str, abandon: Callable[[str], None] | No
 
         start_log(lambda: dict(zip(("step", "phase"), control.where, strict=True)))
         return EngineWorker(spec.config, spec.worker_id, device, control, spec.store, events, run_dir)
-    from everstep.cluster.worker import Worker
+    from everstep.cluster.worker.worker import Worker
 
     Notices(recovery.preemption_file, control.leaving)
     if recovery.memory_checkpoint_every and memory.ROOT.is_dir():  # else it is refused by whoever makes the first copy

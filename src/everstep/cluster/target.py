@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from everstep.cluster.watch import reruns_of
+from everstep.cluster.controller.watch import reruns_of
 from everstep.config.recovery_schema import RecoveryConfig
 from everstep.config.schema import Config
 from everstep.recovery.coordinator import Coordinator, Mode

@@ -8,8 +8,8 @@ from typing import Any
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.dispatch import mesh_of
 from everstep.cluster.group import Role, StepResult
-from everstep.cluster.island import Round
 from everstep.cluster.slots import cut_round, cut_slots, require_synchronous
+from everstep.cluster.worker.island import Round
 from everstep.config.schema import Config
 from everstep.engine.loss import LossSpec
 from everstep.layout import Layout

@@ -19,7 +19,7 @@ from everstep.cluster.environment import (
     lighthouse_address,
     manager_port,
 )
-from everstep.cluster.torchrun import check_port_free
+from everstep.cluster.local.torchrun import check_port_free
 from everstep.config import derive, rollouts, semisync, unused, watching
 from everstep.config.schema import Config, Fault, OptimizerConfig
 from everstep.data.functions import check_arguments, load_function
@@ -174,7 +174,7 @@ def _check_launcher(config: Config, layout: Layout, environ: Mapping[str, str]) 
                 f"replica.id={config.replica.id} is not below the number of replicas, {layout.replicas} (replica.count, layout.replicas)"
             )
         if config.replica.id is not None:
-            from everstep.cluster.lighthouse import Ports
+            from everstep.cluster.local.lighthouse import Ports
 
             Ports.parse(lighthouse_address(config, environ))
             manager_port(environ)

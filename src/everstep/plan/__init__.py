@@ -22,7 +22,7 @@ from everstep.layout import Layout
 from everstep.plan.memory import BYTES, RankMemory, adapter_parameters, rank_memory
 
 if TYPE_CHECKING:
-    from everstep.cluster.placement import Placement
+    from everstep.cluster.ray.placement import Placement
 
 _MASTER_BYTES, _MOMENT_BYTES = 4, 8  # of one parameter, float32
 
@@ -87,7 +87,7 @@ def make_plan(config: Config, environ: Mapping[str, str] = os.environ) -> Plan:
 def _placement(config: Config, layout: Layout, environ: Mapping[str, str]) -> Placement | None:
     if config.ray.address:
         return None
-    from everstep.cluster.placement import place
+    from everstep.cluster.ray.placement import place
 
     # A CPU has no devices to count: every rank is a process of this machine.
     cuda = derive.device(config, environ) == "cuda"

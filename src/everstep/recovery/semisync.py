@@ -10,7 +10,7 @@ weights of replica r, G the global ones, and f the fragment whose turn it is:
     theta_f <- G_f + alpha * (theta_f - G_f)
 
 Local SGD, which averages weights, is lr 1 without momentum. The round commits or does not, like any step: until then every rank keeps
-the state of its beginning (:class:`everstep.cluster.island.Island`), so an attempt that is void, or a round that is skipped, costs
+the state of its beginning (:class:`everstep.cluster.worker.island.Island`), so an attempt that is void, or a round that is skipped, costs
 inner steps and nothing else.
 
 Why this is not ``torchft.local_sgd``: its classes are hooks on a torch optimizer that reduce through torchft's Manager, each

@@ -22,11 +22,11 @@ from everstep.rl.rewards import Scorer, without_dropped
 from everstep.rl.rollout import Sampling
 
 if TYPE_CHECKING:
-    from everstep.cluster.worker import Worker
+    from everstep.cluster.worker.worker import Worker
 
 
 class GrpoRollout:
-    """everstep.cluster.island.Rollout. What an estimator takes over a batch, it takes over the samples of one island and data-parallel rank.
+    """everstep.cluster.worker.island.Rollout. What an estimator takes over a batch, it takes over the samples of one island and data-parallel rank.
 
     The processes of its reward functions stay from one inner step to the next, and end with the rank.
     """

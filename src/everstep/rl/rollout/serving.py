@@ -28,7 +28,7 @@ from everstep.telemetry.events import EventLog
 
 
 class EngineWorker:
-    """Public methods are the engine's; ``run`` is how a host calls them (as :meth:`everstep.cluster.worker.Worker.run`)."""
+    """Public methods are the engine's; ``run`` is how a host calls them (as :meth:`everstep.cluster.worker.worker.Worker.run`)."""
 
     def __init__(
         self, config: Config, worker_id: str, device: torch.device, control: Control, store: tuple[str, int], events: EventLog, run_dir: Path

@@ -31,10 +31,10 @@ from typing import IO
 
 from everstep import scratch
 from everstep.cluster import environment
-from everstep.cluster.lighthouse import DEFAULT_PORT, Ports, listen
+from everstep.cluster.local.lighthouse import DEFAULT_PORT, Ports, listen
+from everstep.cluster.local.torchrun import FINAL, check_port_free
 from everstep.cluster.orphans import TOKEN, kill_all
 from everstep.cluster.processes import die_with_parent
-from everstep.cluster.torchrun import FINAL, check_port_free
 from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.errors import BadInput, ConfigError, EverstepError, Interrupted, NotEnoughReplicas

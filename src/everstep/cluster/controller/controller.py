@@ -19,24 +19,24 @@ import torch.distributed as dist
 from everstep.checkpoint import saving
 from everstep.checkpoint.saving import RankOf, SavedRun, Saver, WriterLost
 from everstep.checkpoint.storage import CheckpointError
-from everstep.cluster import succession
 from everstep.cluster.batch import TrainingBatch
-from everstep.cluster.copies import Copies
-from everstep.cluster.crew import Crew
+from everstep.cluster.controller import succession
+from everstep.cluster.controller.copies import Copies
+from everstep.cluster.controller.crew import Crew
+from everstep.cluster.controller.endpoint import Endpoint
+from everstep.cluster.controller.owed import POLL_S, Owed, all_done, gather
+from everstep.cluster.controller.rollback import Rollback
+from everstep.cluster.controller.rollouts import Rollouts
+from everstep.cluster.controller.watch import Watch
 from everstep.cluster.dispatch import get_dispatch, ranks_of
-from everstep.cluster.endpoint import Endpoint
 from everstep.cluster.formation import Formation
 from everstep.cluster.group import InOnePlace, StepResult
 from everstep.cluster.host import Host, ProcessEnded, Sharing, WorkerSpec
-from everstep.cluster.owed import POLL_S, Owed, all_done, gather
 from everstep.cluster.results import combine, compare_hashes
-from everstep.cluster.rollback import Rollback
-from everstep.cluster.rollouts import Rollouts
-from everstep.cluster.run_store import serve_store
 from everstep.cluster.slots import sample_ids
 from everstep.cluster.target import LaunchedTarget, coordinator_of, judge, judge_every_s, partition_victims
 from everstep.cluster.verbs import Arguments, Slots, Verbs
-from everstep.cluster.watch import Watch
+from everstep.cluster.worker.run_store import serve_store
 from everstep.config import derive
 from everstep.config.schema import Config, Fault
 from everstep.engine.loss import LossSpec

@@ -25,19 +25,19 @@ from everstep.checkpoint.index import Index
 from everstep.checkpoint.memory import Stamp
 from everstep.checkpoint.storage import place
 from everstep.checkpoint.writer import RankWriter, Ticket
-from everstep.cluster import admission, orphaned, rehearsal, world
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.device import memory_gb
-from everstep.cluster.exchange import gather_batches
 from everstep.cluster.formation import Formation, Meant, called_off
 from everstep.cluster.group import Role
-from everstep.cluster.island import Island, Round, RoundWork, without_participants
-from everstep.cluster.keeping import Keeping
 from everstep.cluster.processes import out_of_memory
-from everstep.cluster.rank_state import Kept, WholeState, with_digests_of
-from everstep.cluster.run_store import RunStore
 from everstep.cluster.slots import micro_batches, slot_seed, with_evaluated
-from everstep.cluster.step_work import Slots, StepWork
+from everstep.cluster.worker import admission, orphaned, rehearsal, world
+from everstep.cluster.worker.exchange import gather_batches
+from everstep.cluster.worker.island import Island, Round, RoundWork, without_participants
+from everstep.cluster.worker.keeping import Keeping
+from everstep.cluster.worker.rank_state import Kept, WholeState, with_digests_of
+from everstep.cluster.worker.run_store import RunStore
+from everstep.cluster.worker.step_work import Slots, StepWork
 from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.engine import cpu, source
@@ -252,12 +252,12 @@ class Worker:
         self.events.emit("model_ready", replica=replica, rank=rank, source="heal" if formation.start == "peer" else self.config.model.init)
 
     def rehearse(self) -> None:
-        """Of a spare that nobody needs at present (:mod:`everstep.cluster.rehearsal`)."""
+        """Of a spare that nobody needs at present (:mod:`everstep.cluster.worker.rehearsal`)."""
         if self._formation is None and self._kept is None:
             rehearsal.rehearse(self.config, self._source.hf_config, self.device, self.events)
 
     def admit(self, link: str, end: int, alone: bool) -> list[dict[str, Any]]:
-        """Examine this device by itself (``alone``), and with that of another process, if there is a ``link`` to it (:mod:`everstep.cluster.admission`)."""
+        """Examine this device by itself (``alone``), and with that of another process, if there is a ``link`` to it (:mod:`everstep.cluster.worker.admission`)."""
         connect: Callable[[str, int], Link] = lambda name, me: Link(name, (0, 1), me, 0, self.store.open(), self.device, admission.SUM_S)
         return admission.examine(self.device, self.config.watch.admission_s, (link, end) if link else None, connect, alone)
 
@@ -421,7 +421,7 @@ class Worker:
         return dataclasses.replace(report, sums=sums, metrics=metrics, memory_gb=memory_gb(self.device))
 
     def train_round(self, round: Round, slots: Slots, loss: LossSpec, rollout: LossSpec | None, called: Epoch | None) -> StepReport:
-        """A round of semi-synchronous training. ``rollout``: names what makes the samples (everstep.cluster.island.Rollout)."""
+        """A round of semi-synchronous training. ``rollout``: names what makes the samples (everstep.cluster.worker.island.Rollout)."""
         assert self._transaction is not None
         if self._rounds_rollout is None or self._rounds_rollout[0] != rollout:
             made: Any = rollout.build() if rollout else None

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from everstep.cluster.exchange import gather_objects
 from everstep.cluster.host import Host, ProcessEnded
+from everstep.cluster.worker.exchange import gather_objects
 from everstep.config.watch_schema import WatchConfig
 from everstep.doctor import Found, Unfit, guarded, matmul, memory
 from everstep.errors import DeadlineExceeded, EverstepError, LinkBroken, ReplicaBroken, first_line

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from everstep import errors
-from everstep.cluster.lighthouse import Ports, pack_journal, quieten_torchft
+from everstep.cluster.local.lighthouse import Ports, pack_journal, quieten_torchft
 from everstep.errors import CoordinatorLost, EverstepError
 from everstep.recovery import wire
 from everstep.recovery.board import KEPT_GENERATIONS, Journal

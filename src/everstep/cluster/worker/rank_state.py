@@ -1,4 +1,4 @@
-"""A rank's state as heal, checkpoints and the next formation see it, where all replicas hold the same; see also everstep.cluster.island."""
+"""A rank's state as heal, checkpoints and the next formation see it, where all replicas hold the same; see also everstep.cluster.worker.island."""
 
 from __future__ import annotations
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from everstep.cluster.admission import Admission
+from everstep.cluster.controller.forming import form
+from everstep.cluster.controller.leaving import Leaving
+from everstep.cluster.controller.refill import Refill
+from everstep.cluster.controller.repair import Repair
 from everstep.cluster.formation import Formation
-from everstep.cluster.forming import form
 from everstep.cluster.host import Host, NoRoom, WorkerInfo, WorkerSpec
-from everstep.cluster.leaving import Leaving
-from everstep.cluster.refill import Refill
-from everstep.cluster.repair import Repair
+from everstep.cluster.worker.admission import Admission
 from everstep.config.schema import Config
 from everstep.errors import WorkerFailed
 from everstep.recovery.coordinator import State
@@ -122,7 +122,7 @@ class Crew:
         """Whether a repair is under way, or will be."""
         return self._repair is not None and self._repair.hopeful([w for w in self._server().dead if w not in self._strangers and not self._is_engine(w)])
 
-    # -- what repair needs (everstep.cluster.repair.Processes) ---------------------------------------------------------------------
+    # -- what repair needs (everstep.cluster.controller.repair.Processes) ---------------------------------------------------------------------
 
     def confirm_dead(self, worker: str) -> None:
         self._before_end(worker)
@@ -168,7 +168,7 @@ class Crew:
         for worker in workers:
             self.leaving.tell(worker, cause)
 
-    # -- what planned leaves need (everstep.cluster.leaving.Roster) -----------------------------------------------------------------
+    # -- what planned leaves need (everstep.cluster.controller.leaving.Roster) -----------------------------------------------------------------
 
     def place(self, worker: str) -> tuple[int, int]:
         return self._repair.place(worker) if self._repair else (-1, -1)
@@ -198,7 +198,7 @@ class Crew:
     def idle_spares(self) -> list[str]:
         return [w for w in self.spares if w not in self.leaving.workers]
 
-    # -- what refilling needs (everstep.cluster.refill.Starter) ---------------------------------------------------------------------
+    # -- what refilling needs (everstep.cluster.controller.refill.Starter) ---------------------------------------------------------------------
 
     def start_in_place_of(self, worker: str) -> str:
         if worker in self.unfit:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from everstep.cluster.batch import TrainingBatch
-from everstep.cluster.rank_state import Versioned, clip
+from everstep.cluster.worker.rank_state import Versioned, clip
 from everstep.config import semisync as settings
 from everstep.engine.logical import LogicalState
 from everstep.engine.loss import LossFn
@@ -27,7 +27,7 @@ from everstep.recovery.transaction import Total
 
 if TYPE_CHECKING:
     from everstep.cluster.group import Role
-    from everstep.cluster.worker import Slots, Worker
+    from everstep.cluster.worker.worker import Slots, Worker
     from everstep.config.schema import Config
     from everstep.engine.shape import ModelShape
 

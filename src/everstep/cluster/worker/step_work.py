@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from everstep.cluster.batch import TrainingBatch
-from everstep.cluster.rank_state import clip
+from everstep.cluster.worker.rank_state import clip
 from everstep.engine.loss import LossFn
 from everstep.engine.step import Engine
 from everstep.recovery.ledger import Contribution, Ledger, SlotLedger, SumLedger
 from everstep.recovery.transaction import Total
 
 if TYPE_CHECKING:
-    from everstep.cluster.worker import Worker
+    from everstep.cluster.worker.worker import Worker
 
 
 class Slots(Protocol):

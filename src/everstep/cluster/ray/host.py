@@ -21,15 +21,15 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from everstep.cluster import environment
-from everstep.cluster.actor import RankActor, RefSlots
 from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.formation import Meant
 from everstep.cluster.host import NoRoom, ProcessEnded, WorkerInfo, WorkerSpec
-from everstep.cluster.placement import place
 from everstep.cluster.processes import ProcessWatch, end_for_certain, end_pid, signal_pid, wait_gone
-from everstep.cluster.ray_agent import RayAgents
-from everstep.cluster.ray_apart import Apart
-from everstep.cluster.ray_runtime import (
+from everstep.cluster.ray.actor import RankActor, RefSlots
+from everstep.cluster.ray.agent import RayAgents
+from everstep.cluster.ray.apart import Apart
+from everstep.cluster.ray.placement import place
+from everstep.cluster.ray.runtime import (
     KillThere,
     devices_per_node,
     first_line,

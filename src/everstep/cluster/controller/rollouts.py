@@ -8,14 +8,14 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from everstep.cluster.batch import TrainingBatch
-from everstep.cluster.owed import POLL_S
+from everstep.cluster.controller.owed import POLL_S
 from everstep.rl.rollout import Response, Sampling, assemble
 from everstep.rl.rollout.pool import RolloutPool
 from everstep.rl.rollout.sync import Kind, off_key
 from everstep.rl.rollout.turns import Turns
 
 if TYPE_CHECKING:
-    from everstep.cluster.controller import Controller
+    from everstep.cluster.controller.controller import Controller
 
 
 class Rollouts:

@@ -9,7 +9,7 @@ from everstep.errors import Superseded
 from everstep.recovery.rendezvous import Announcement
 
 if TYPE_CHECKING:
-    from everstep.cluster.worker import Worker
+    from everstep.cluster.worker.worker import Worker
 
 
 class Calls:

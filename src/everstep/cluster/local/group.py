@@ -35,22 +35,23 @@ from everstep.checkpoint.choose import Chosen
 from everstep.checkpoint.saving import RankOf, SavedRun, Saver, WriterLost
 from everstep.checkpoint.storage import CheckpointError
 from everstep.checkpoint.writer import Ticket
-from everstep.cluster import admission, environment
-from everstep.cluster.agents import keep_here
+from everstep.cluster import environment
+from everstep.cluster.controller.agents import keep_here
 from everstep.cluster.device import choose_device
 from everstep.cluster.dispatch import Rank, get_dispatch, ranks_of
-from everstep.cluster.exchange import broadcast_object, gather_objects, replica_secret
 from everstep.cluster.formation import Formation
 from everstep.cluster.group import StepResult
-from everstep.cluster.head import Head, Presence
-from everstep.cluster.lighthouse import Lighthouse, Ports, read_result
-from everstep.cluster.meeting import Meeting, open_store
+from everstep.cluster.local.head import Head, Presence
+from everstep.cluster.local.lighthouse import Lighthouse, Ports, read_result
+from everstep.cluster.local.torchrun import EXIT_DIR, check_port_free, report_exit
 from everstep.cluster.processes import die_with_parent
 from everstep.cluster.results import combine, compare_hashes
 from everstep.cluster.slots import ListSlots, sample_ids
-from everstep.cluster.torchrun import EXIT_DIR, check_port_free, report_exit
 from everstep.cluster.verbs import Arguments, Slots, Verbs
-from everstep.cluster.worker import Worker
+from everstep.cluster.worker import admission
+from everstep.cluster.worker.exchange import broadcast_object, gather_objects, replica_secret
+from everstep.cluster.worker.meeting import Meeting, open_store
+from everstep.cluster.worker.worker import Worker
 from everstep.config import derive
 from everstep.config.schema import Config
 from everstep.engine import cpu

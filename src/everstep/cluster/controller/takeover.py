@@ -29,7 +29,7 @@ _POLL_S = 0.005
 
 @dataclass(frozen=True)
 class Told:
-    """What a living rank said once it obeyed the new coordinator (:func:`everstep.cluster.orphaned.describe`, and its newest records)."""
+    """What a living rank said once it obeyed the new coordinator (:func:`everstep.cluster.worker.orphaned.describe`, and its newest records)."""
 
     last: Record | None
     commit: Record | None

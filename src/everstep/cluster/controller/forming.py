@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 
+from everstep.cluster.controller.owed import POLL_S
 from everstep.cluster.formation import Formation, called_off
 from everstep.cluster.host import Host, ProcessEnded
-from everstep.cluster.owed import POLL_S
 from everstep.errors import BadInput, EverstepError, Fenced, ReplicaBroken
 
 _CALL_OFF_S = 10.0  # for the living ranks of a formation that lost one, to leave it

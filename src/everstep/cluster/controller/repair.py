@@ -2,7 +2,7 @@
 
 One thread handles what happened, in order: of a death it confirms that the process is gone (rule 8), puts a spare in its place, forms
 the replica anew, announces it to the coordinator as a joiner, and asks for a process in the place of the dead one
-(:mod:`everstep.cluster.refill`), which comes back as a spare. Without spares a replica waits for such a one. Survivors wait for none
+(:mod:`everstep.cluster.controller.refill`), which comes back as a spare. Without spares a replica waits for such a one. Survivors wait for none
 of this.
 """
 

@@ -1,7 +1,7 @@
 """``launcher=local`` started by hand: run torchrun for the user, watch it, and end with the worker's own exit code.
 
     everstep train CONFIG launcher=local
-      -> python -m everstep.cluster.torchrun --nproc_per_node N ... -m everstep train CONFIG ...   (the
+      -> python -m everstep.cluster.local.torchrun --nproc_per_node N ... -m everstep train CONFIG ...   (the
       agent: torchrun itself)
          -> N ranks
 
@@ -119,7 +119,7 @@ def launch(config: Config, program: Sequence[str], say: Callable[[str], None] | 
         if several:
             own[_LIGHTHOUSE] = environment.lighthouse_address(config)
         agent = subprocess.Popen(
-            [sys.executable, "-m", "everstep.cluster.torchrun", *arguments],
+            [sys.executable, "-m", "everstep.cluster.local.torchrun", *arguments],
             env=os.environ | worker_environment(config) | own,
             start_new_session=True,  # Ctrl-C reaches us alone; we pass it on once
             preexec_fn=functools.partial(die_with_parent, signal.SIGTERM) if sys.platform == "linux" else None,
@@ -237,9 +237,9 @@ def _agent(arguments: list[str]) -> int:
     logging.disable(logging.ERROR)  # its account of a failed worker is a page long; ours is one sentence
     api.LocalElasticAgent = _patient_agent(Path(os.environ[EXIT_DIR]), float(os.environ[_DELAY]))  # type: ignore[misc]
     if address := os.environ.get(_LIGHTHOUSE):
-        from everstep.cluster import warden
         from everstep.cluster.environment import LIGHTHOUSE_TOKEN
-        from everstep.cluster.lighthouse import Ports
+        from everstep.cluster.local import warden
+        from everstep.cluster.local.lighthouse import Ports
 
         replica = int(os.environ["EVERSTEP_REPLICA"])
         warden.watch(Ports.parse(address).coordinator, os.environ.get(LIGHTHOUSE_TOKEN, ""), replica, os.environ[TOKEN])

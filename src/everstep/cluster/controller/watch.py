@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everstep.cluster.agents import EXAMINE_S, Agents
+from everstep.cluster.controller.agents import EXAMINE_S, Agents
+from everstep.cluster.controller.post_mortem import PostMortem
 from everstep.cluster.dispatch import Rank
 from everstep.cluster.host import Host, WorkerInfo
-from everstep.cluster.post_mortem import PostMortem
 from everstep.cluster.results import minority
 from everstep.config.schema import Config
 from everstep.recovery.rerun import Reruns

@@ -15,7 +15,7 @@ from everstep.checkpoint import saving
 from everstep.checkpoint.choose import choose
 from everstep.checkpoint.manifest import pointed_at, step_of
 from everstep.checkpoint.storage import patiently
-from everstep.cluster.copies import Copies
+from everstep.cluster.controller.copies import Copies
 from everstep.cluster.formation import Meant
 from everstep.cluster.host import Host, ProcessEnded
 from everstep.config.schema import Config

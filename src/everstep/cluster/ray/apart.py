@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from everstep.cluster.orphans import Watch, kill_all
-from everstep.cluster.ray_runtime import join_ray, start_head
+from everstep.cluster.ray.runtime import join_ray, start_head
 from everstep.config.schema import Config
 
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from everstep.cluster import takeover
+from everstep.cluster.controller import takeover
 from everstep.errors import RolledBack
 from everstep.recovery import rendezvous
 from everstep.recovery.commitlog import CommitLog
@@ -16,7 +16,7 @@ from everstep.recovery.coordinator import State
 from everstep.recovery.view import Member
 
 if TYPE_CHECKING:
-    from everstep.cluster.controller import Controller
+    from everstep.cluster.controller.controller import Controller
 
 _ANNOUNCING = threading.Lock()
 

@@ -33,8 +33,8 @@ from everstep import attempt
 from everstep.checkpoint.choose import Chosen
 from everstep.checkpoint.storage import local_folder
 from everstep.cluster.environment import LIGHTHOUSE_TOKEN
+from everstep.cluster.local.served_run import ANSWER_WITHIN_S, LAST_WORDS_S, ServedRun, Start
 from everstep.cluster.processes import signal_pid
-from everstep.cluster.served_run import ANSWER_WITHIN_S, LAST_WORDS_S, ServedRun, Start
 from everstep.config.alike import differing_keys, digest_of
 from everstep.config.schema import Config
 from everstep.errors import BadInput, EverstepError, Fenced, NotEnoughReplicas, WorkerFailed
@@ -417,7 +417,7 @@ def serve(
     quieten_torchft()
     from torchft.coordination import LighthouseServer
 
-    from everstep.cluster.run_store import serve_store  # torch takes seconds to come
+    from everstep.cluster.worker.run_store import serve_store  # torch takes seconds to come
 
     listener = listen(bind, port + 1)
     listen(bind, port).close()

@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--folder", type=Path, default=None, help="where to write; default: the system's folder for temporary files")
-    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--out", type=Path, default=None)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.folder, prefix="everstep-checkpoint-") as folder:
         bench = Bench(Path(folder), chosen.hidden, chosen.layers, torch.device("cuda", 0) if chosen.device == "cuda" else torch.device("cpu"), chosen.dtype, chosen.samples, chosen.tokens)
@@ -173,8 +173,8 @@ def main() -> None:
                       f"{100 * middle['longer']:.1f}%", f"{middle['complete_s']:.2f} s",
                       f"{middle['bytes'] / 1e6:.0f} MB, {middle['gb_per_s']:.2f} GB/s", f"{middle['restore_s']:.2f} s")
     Console(width=120).print(table)
-    if chosen.json:
-        chosen.json.write_text(json.dumps(result, indent=1) + "\n")
+    if chosen.out:
+        chosen.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

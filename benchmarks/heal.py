@@ -11,6 +11,7 @@ source copies into a segment, the joiner out of it, piece by piece, checksums on
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing as mp
 import os
 import statistics
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -141,6 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.heal", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--times", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = mp.get_context("spawn")
@@ -158,6 +161,8 @@ def main() -> None:
     print(f"{args.mib} MiB between two processes; {about['machine']}; {about['versions']}")
     for way, spent in seconds.items():
         print(f"{way:<18} median {args.mib / 1024 / statistics.median(spent):5.2f} GiB/s   best {args.mib / 1024 / min(spent):5.2f} GiB/s")
+    if args.out:
+        args.out.write_text(json.dumps({"about": about, "mib": args.mib, "seconds": seconds}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

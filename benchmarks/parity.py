@@ -410,7 +410,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="rows whose full name, such as `engine LoRA TP2 PP2`, contains this")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference allowed")
-    parser.add_argument("--json", type=Path, default=ROOT / "build" / "parity.json", help="where the numbers go")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "parity.json", help="where the numbers go")
     parser.add_argument("--markdown", type=Path, help="also write the table as a page")
     chosen = parser.parse_args(arguments)
     rows = [row for row in all_rows() if chosen.only in row.full_name]
@@ -419,14 +419,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     outcomes = measure(rows, chosen.tolerance)
     about = circumstances("parity", arguments) | {"seconds": f"{time.monotonic() - start:.0f}"}
-    chosen.json.parent.mkdir(parents=True, exist_ok=True)
-    chosen.json.write_text(json.dumps({"about": about, "tolerance": chosen.tolerance, "rows": [asdict(o) for o in outcomes]}, indent=1))
+    chosen.out.parent.mkdir(parents=True, exist_ok=True)
+    chosen.out.write_text(json.dumps({"about": about, "tolerance": chosen.tolerance, "rows": [asdict(o) for o in outcomes]}, indent=1))
     shown = "\n".join(table(outcomes))
     print(shown)
     if chosen.markdown:
         chosen.markdown.write_text(PAGE.format(rows=shown, tolerance=chosen.tolerance, **about))
     bad = [outcome for outcome in outcomes if outcome.problem]
-    print(f"{len(outcomes) - len(bad)} of {len(outcomes)} rows are equal, {about['seconds']} s; numbers in {chosen.json}")
+    print(f"{len(outcomes) - len(bad)} of {len(outcomes)} rows are equal, {about['seconds']} s; numbers in {chosen.out}")
     return 1 if bad else 0
 
 

@@ -404,7 +404,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--switch", action="append", default=[], help="one more switch, engine.KEY=VALUE; can be repeated")
     parser.add_argument("--against", action="append", default=[], choices=("torchtitan",), help="also another system's step; it must be installed")
     parser.add_argument("--profile", type=Path, help="also write the times of the base's kernels there")
-    parser.add_argument("--json", type=Path, default=ROOT / "build" / "throughput.json", help="where the numbers go")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "throughput.json", help="where the numbers go")
     chosen = parser.parse_args(arguments)
     usual = ("qwen3-small", 128, 4, 2, 1) if chosen.quick else ("qwen3-0.6b", 4096, 32, 4, 3)
     for name, value in zip(("shape", "tokens", "samples", "micro_batch_size", "rounds"), usual, strict=True):
@@ -426,9 +426,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name}: {value}")
     print("\n".join(HEAD), flush=True)
     rows = [row for case in todo for row in measure(case)]
-    chosen.json.parent.mkdir(parents=True, exist_ok=True)
-    chosen.json.write_text(json.dumps({"about": about, "rows": [asdict(row) for row in rows]}, indent=1))
-    print(f"numbers in {chosen.json}")
+    chosen.out.parent.mkdir(parents=True, exist_ok=True)
+    chosen.out.write_text(json.dumps({"about": about, "rows": [asdict(row) for row in rows]}, indent=1))
+    print(f"numbers in {chosen.out}")
     return 1 if any(row.problem for row in rows) else 0
 
 

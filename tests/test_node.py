@@ -215,6 +215,7 @@ def test_collectives_of_a_replica_are_noted(tmp_path: Path) -> None:
     """As Megatron issues them, in a process of its own: the functions of torch.distributed are wrapped for good."""
     code = """
 import os, sys, torch, torch.distributed as dist
+from megatron.core.tensor_parallel import mappings  # names some of them when it is imported
 from everstep.node import beat
 from everstep.node.page import View
 beat.start("w5", torch.device("cpu"))
@@ -225,10 +226,12 @@ first = view.read()
 work = torch.distributed.all_reduce(torch.ones(2), async_op=True)
 last = view.read().collective
 assert first.tick > 0 and first.device.asked == 0, first  # no device: no answers of one
-print(first.collective.operation, first.collective.group, first.collective.open, last.count - first.collective.count, last.done)
+mappings.dist_reduce_scatter_func(torch.empty(2), torch.ones(2), group=group)
+third = view.read().collective
+print(first.collective.operation, first.collective.group, first.collective.open, last.count - first.collective.count, last.done, third.operation, third.group)
 """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=100)
-    assert done.stdout.split() == ["all_reduce", "TENSOR", "False", "1", "-1.0"], done.stderr[-2000:]
+    assert done.stdout.split() == ["all_reduce", "TENSOR", "False", "1", "-1.0", "reduce_scatter_tensor", "TENSOR"], done.stderr[-2000:]
 
 
 def test_writing_costs_microseconds() -> None:

@@ -34,7 +34,7 @@ def parity(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.full
 def test_the_command_compares_and_says_so(tmp_path: Path) -> None:
-    done = parity("--only", "engine LoRA TP2 SP, recompute", "--json", f"{tmp_path}/out.json", "--markdown", f"{tmp_path}/page.md")
+    done = parity("--only", "engine LoRA TP2 SP, recompute", "--out", f"{tmp_path}/out.json", "--markdown", f"{tmp_path}/page.md")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     names = [row["row"]["name"] for row in rows]
@@ -42,7 +42,7 @@ def test_the_command_compares_and_says_so(tmp_path: Path) -> None:
     assert all(len(row["losses"]) == len(row["norms"]) == STEPS and row["error"] <= 1e-5 for row in rows)
     assert (tmp_path / "page.md").read_text().count("| equal |") == 1
 
-    strict = parity("--only", "engine full 1 rank, recompute full", "--json", f"{tmp_path}/out.json", "--tolerance", "-1")
+    strict = parity("--only", "engine full 1 rank, recompute full", "--out", f"{tmp_path}/out.json", "--tolerance", "-1")
     assert strict.returncode == 1 and "differs from one rank by" in strict.stdout
 
 

@@ -48,7 +48,7 @@ def test_the_quick_run_measures_and_says_so(tmp_path: Path) -> None:
         [
             sys.executable, "-m", "benchmarks.throughput", "--quick", "--samples", "2", "--tokens", "32", "--layout", "1 rank",
             "--only", "engine.recompute", "--switch", "engine.recompute=full", "--switch", "engine.recompute=wrong",
-            "--json", f"{tmp_path}/out.json", "--profile", f"{tmp_path}/kernels.txt",
+            "--out", f"{tmp_path}/out.json", "--profile", f"{tmp_path}/kernels.txt",
         ],
         cwd=ROOT, capture_output=True, text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip

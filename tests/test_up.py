@@ -208,11 +208,12 @@ def by_hand() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 def end_well(*processes: subprocess.Popen[str]) -> None:
     for process in processes:
-        out, err = process.communicate(timeout=400)
+        out, err = process.communicate(timeout=900)
         assert process.returncode == 0, out + err
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)  # hundreds of steps of four ranks, on a machine that may be busy
 @pytest.mark.parametrize("names", [by_torchruns_names, by_slurms_names])
 def test_a_replica_over_two_machines(tmp_path: Path, calm, by_hand, names: Callable[[int], dict[str, str]]) -> None:  # noqa: F811
     """Two torchruns for each replica, which find each other by variables; one rank of one of them dies."""

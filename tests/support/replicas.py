@@ -157,7 +157,7 @@ class Replicas:
     def kill(self, replica: int, rank: int = 0, number: int = signal.SIGKILL) -> None:
         os.kill(self.ranks[replica, rank].pid, number)
 
-    def join(self, timeout_s: float = 120.0) -> None:
+    def join(self, timeout_s: float = 200.0) -> None:
         end = time.monotonic() + timeout_s
         for replica, thread in self._threads.items():
             thread.join(max(0.0, end - time.monotonic()))

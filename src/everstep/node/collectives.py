@@ -1,12 +1,14 @@
 """Collectives among the ranks of a replica, as Megatron issues them through ``torch.distributed``, noted on the page.
 
-The functions of the module are wrapped, for Megatron calls them by their module. A call that is not asynchronous is done when it returns; on
+The functions of the module are wrapped, for Megatron calls them by their module, or by a name of its own that it gave them when it was imported
+(those of sequence parallelism, ``dist_all_gather_func``), which is wrapped, too. A call that is not asynchronous is done when it returns; on
 CUDA that means: handed to the device, whose heartbeat and NCCL's flight recorder say the rest. An asynchronous one is only handed over.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +25,17 @@ OPERATIONS = (
 
 def note_collectives() -> None:
     """In this process, from now on. Idempotent."""
+    wrapped: dict[int, Callable[..., Any]] = {}  # by the id of the plain function
     for name in OPERATIONS:
         plain = getattr(c10d, name)
         if not hasattr(plain, "noted"):
-            wrapped = _noted(name, plain)
-            setattr(c10d, name, wrapped)
-            setattr(dist, name, wrapped)
+            wrapped[id(plain)] = noted = _noted(name, plain)
+            setattr(c10d, name, noted)
+            setattr(dist, name, noted)
+    for module in [module for name, module in sys.modules.items() if name.startswith("megatron.")]:
+        for name, value in list(vars(module).items()):
+            if id(value) in wrapped:
+                setattr(module, name, wrapped[id(value)])
 
 
 def _noted(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:

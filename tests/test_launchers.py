@@ -245,6 +245,7 @@ def test_an_interrupt_ends_everything_in_order(tmp_path: Path, launcher: str, nu
     assert result(tmp_path / "run").kind("run_end")[-1]["status"] == "interrupted"
 
 
+@pytest.mark.full  # tests/test_shutdown.py and tests/test_controller_death.py show the same without a command line
 def test_nothing_outlives_a_killed_controller(tmp_path: Path) -> None:
     """For torchrun's ranks tests/test_torchrun.py shows the same."""
     before = shared_memory(tmp_path / "run")

@@ -228,6 +228,7 @@ last = view.read().collective
 assert first.tick > 0 and first.device.asked == 0, first  # no device: no answers of one
 mappings.dist_reduce_scatter_func(torch.empty(2), torch.ones(2), group=group)
 third = view.read().collective
+assert type(work).wait.noted and work.wait()
 print(first.collective.operation, first.collective.group, first.collective.open, last.count - first.collective.count, last.done, third.operation, third.group)
 """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=100)

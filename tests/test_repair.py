@@ -254,7 +254,7 @@ def test_a_process_that_cannot_be_killed_ends_no_run_and_holds_up_no_other_repai
     assert len(told) == 1 and "worker w1 (process" in told[0] and "state D" in told[0]
 
 
-@pytest.mark.parametrize(("phase", "shape"), [("reduce", ""), *(pytest.param(phase, shape, marks=pytest.mark.full) for phase, shape in (("vote", ""), ("reduce", "tp2"), ("compute", "tp2")))])
+@pytest.mark.parametrize(("phase", "shape"), [("reduce", ""), *(pytest.param(phase, shape, marks=pytest.mark.full) for phase, shape in (("vote", ""), ("reduce", "tp2"), ("compute", "tp2"), ("compute", "pp2")))])
 def test_who_hangs_in_the_first_step_of_its_life_is_found_before_the_others_give_up_waiting(phase, shape, model, tmp_path):
     """Nobody is warm yet: it has recovery.step_timeout_s, and they wait for it in collectives meanwhile."""
     run = finish(config(

@@ -2,7 +2,8 @@
 
 The functions of the module are wrapped, for Megatron calls them by their module, or by a name of its own that it gave them when it was imported
 (those of sequence parallelism, ``dist_all_gather_func``), which is wrapped, too. A call that is not asynchronous is done when it returns; on
-CUDA that means: handed to the device, whose heartbeat and NCCL's flight recorder say the rest. An asynchronous one is only handed over.
+CUDA that means: handed to the device, whose heartbeat and NCCL's flight recorder say the rest. An asynchronous one is only handed over; who
+waits for it later (a pipeline stage for its neighbour) waits for others meanwhile.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ def note_collectives() -> None:
         for name, value in list(vars(module).items()):
             if id(value) in wrapped:
                 setattr(module, name, wrapped[id(value)])
+    if not hasattr(c10d.Work.wait, "noted"):
+        c10d.Work.wait = _for_others(c10d.Work.wait)  # type: ignore[method-assign]
 
 
 def _noted(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,6 +51,16 @@ def _noted(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
 
     run.noted = True  # type: ignore[attr-defined]
     return run
+
+
+def _for_others(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        with page.for_others():
+            return plain(*args, **kwargs)
+
+    wait.noted = True  # type: ignore[attr-defined]
+    return wait
 
 
 def _name_of(group: Any) -> str:

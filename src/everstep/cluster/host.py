@@ -173,8 +173,8 @@ def make_worker(spec: WorkerSpec, node: str, abandon: Callable[[str], None] | No
 
     from everstep.checkpoint import flushed, memory
     from everstep.cluster import janitor
-    from everstep.cluster.controller.preemption import Notices
     from everstep.cluster.device import choose_device
+    from everstep.cluster.worker.preemption import Notices
     from everstep.engine import cpu
     from everstep.engine.groups import NCCL_ENVIRONMENT
     from everstep.node import beat

@@ -30,37 +30,33 @@ def note_collectives() -> None:
     for name in OPERATIONS:
         plain = getattr(c10d, name)
         if not hasattr(plain, "noted"):
-            wrapped[id(plain)] = noted = _noted(name, plain)
+            wrapped[id(plain)] = noted = _within(_collective(name), plain)
             setattr(c10d, name, noted)
             setattr(dist, name, noted)
-    for module in [module for name, module in sys.modules.items() if name.startswith("megatron.")]:
+    named = [module for name, module in sys.modules.items() if wrapped and name.startswith("megatron.")]
+    for module in named:
         for name, value in list(vars(module).items()):
             if id(value) in wrapped:
                 setattr(module, name, wrapped[id(value)])
     if not hasattr(c10d.Work.wait, "noted"):
-        c10d.Work.wait = _for_others(c10d.Work.wait)  # type: ignore[method-assign]
+        c10d.Work.wait = _within(lambda kwargs: page.for_others(), c10d.Work.wait)  # type: ignore[method-assign]
 
 
-def _noted(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+def _collective(name: str) -> Callable[[dict[str, Any]], page.collective]:
     asynchronous = name in ("isend", "irecv", "batch_isend_irecv")
+    return lambda kwargs: page.collective(name, _name_of(kwargs.get("group")), asynchronous or bool(kwargs.get("async_op")))
+
+
+def _within(context: Callable[[dict[str, Any]], Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``plain``, each call inside what ``context`` makes of its keyword arguments."""
 
     @functools.wraps(plain)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with page.collective(name, _name_of(kwargs.get("group")), asynchronous or bool(kwargs.get("async_op"))):
+        with context(kwargs):
             return plain(*args, **kwargs)
 
     run.noted = True  # type: ignore[attr-defined]
     return run
-
-
-def _for_others(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def wait(*args: Any, **kwargs: Any) -> Any:
-        with page.for_others():
-            return plain(*args, **kwargs)
-
-    wait.noted = True  # type: ignore[attr-defined]
-    return wait
 
 
 def _name_of(group: Any) -> str:

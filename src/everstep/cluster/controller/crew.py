@@ -122,7 +122,7 @@ class Crew:
         """Whether a repair is under way, or will be."""
         return self._repair is not None and self._repair.hopeful([w for w in self._server().dead if w not in self._strangers and not self._is_engine(w)])
 
-    # -- what repair needs (everstep.cluster.controller.repair.Processes) ---------------------------------------------------------------------
+    # -- what repair needs (everstep.cluster.controller.repair.Processes) -----------------------------------------------------
 
     def confirm_dead(self, worker: str) -> None:
         self._before_end(worker)
@@ -168,7 +168,7 @@ class Crew:
         for worker in workers:
             self.leaving.tell(worker, cause)
 
-    # -- what planned leaves need (everstep.cluster.controller.leaving.Roster) -----------------------------------------------------------------
+    # -- what planned leaves need (everstep.cluster.controller.leaving.Roster) -----------------------------------------------------
 
     def place(self, worker: str) -> tuple[int, int]:
         return self._repair.place(worker) if self._repair else (-1, -1)
@@ -198,7 +198,7 @@ class Crew:
     def idle_spares(self) -> list[str]:
         return [w for w in self.spares if w not in self.leaving.workers]
 
-    # -- what refilling needs (everstep.cluster.controller.refill.Starter) ---------------------------------------------------------------------
+    # -- what refilling needs (everstep.cluster.controller.refill.Starter) -----------------------------------------------------
 
     def start_in_place_of(self, worker: str) -> str:
         if worker in self.unfit:

@@ -28,7 +28,7 @@ from everstep.cluster.processes import pid_runs
 from everstep.config.load import load_config
 from everstep.node import page
 from everstep.node.agent import AgentSpec, NodeWatch, round_cost_s
-from everstep.node.beat import ASK_S, Cuda, Heart, name_of
+from everstep.node.beat import ASK_S, Cuda, Heart, beside_captures, name_of
 from everstep.node.channel import ANOTHER, spawn
 from everstep.node.page import HANDED_OVER, Page, View
 from everstep.node.senses import KernelLog, Links, OutOfMemory, Senses, gpus
@@ -357,6 +357,39 @@ def test_a_kernel_that_spins_on_a_real_gpu(monkeypatch) -> None:
     after = view.read().device
     assert after.caught_up > started + 1.5
     mine.close()
+
+
+@pytest.mark.gpu
+def test_heartbeats_neither_break_nor_are_broken_by_the_capture_of_a_graph(monkeypatch) -> None:
+    """In the mode that vLLM captures in: any thread's look at an event would end it."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    monkeypatch.setattr("everstep.node.beat.ASK_S", 0.0)
+    mine, end, beats = Page("w0", "GPU"), threading.Event(), []
+    heart, data = Heart(mine, Cuda(torch.device("cuda", 0))), torch.ones(16, device="cuda")
+
+    def beat() -> None:
+        beside_captures()
+        while not end.is_set():
+            heart.beat()
+            beats.append(time.monotonic())
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        for _ in range(10):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="global"):
+                twice = data * 2
+                time.sleep(0.05)
+            graph.replay()
+            assert twice.sum().item() == 32
+    finally:
+        end.set()
+        thread.join()
+    mine.close()
+    assert len(beats) > 50 and beats[-1] - beats[0] > 0.4, "it has beaten all along"
 
 
 # -- stuck, and why ----------------------------------------------------------------------------------------------------------------------------

@@ -7,11 +7,16 @@ The device is asked two things every :data:`ASK_S` seconds. An event on a *side 
 answer this one is gone, or hangs as a whole. And an event *behind the rank's own work*, on the stream that it computes on: not answered means
 that a kernel there does not end (one that spins in a collective does not either; the page says whether the rank is in one). Both are only ever
 looked at, never waited for. Without a device there are no such questions.
+
+While a thread captures a CUDA graph in the strictest mode, as vLLM does, a look at an event by any other thread is an error for both, unless that
+one has said that it is apart: the thread that asks does.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +31,7 @@ from everstep.node.page import Page
 TICK_S = 0.25
 ASK_S = 1.0
 _LOOK_S = 0.1
+_CAPTURE_OF_THIS_THREAD = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class Answer(Protocol):
@@ -101,7 +107,7 @@ def start(worker: str, device: torch.device) -> None:
     atexit.register(mine.ends)  # what follows stops all other threads, and may take its time
     _for_ever("page-tick", mine.tick, TICK_S)
     if device.type == "cuda":
-        _for_ever("page-device", Heart(mine, Cuda(device)).beat, _LOOK_S)
+        _for_ever("page-device", Heart(mine, Cuda(device)).beat, _LOOK_S, first=beside_captures)
 
 
 def name_of(device: torch.device) -> str:
@@ -109,8 +115,16 @@ def name_of(device: torch.device) -> str:
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else device.type
 
 
-def _for_ever(name: str, act: Callable[[], None], every_s: float) -> None:
+def beside_captures() -> None:
+    """From now on what this thread asks of the device neither breaks nor is refused for a CUDA graph that another thread captures."""
+    mode = ctypes.c_int(_CAPTURE_OF_THIS_THREAD)
+    with contextlib.suppress(OSError, AttributeError):  # no NVIDIA driver: there is nothing to be said
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+def _for_ever(name: str, act: Callable[[], None], every_s: float, first: Callable[[], None] = lambda: None) -> None:
     def loop() -> None:
+        first()
         while True:
             act()
             time.sleep(every_s)

@@ -18,7 +18,8 @@ micro-batches of ``--micro``; no KL term, bfloat16.
 
 Prints a table and writes ``--out`` (JSON), with machine, versions and command. ``generate``: samples are made, weights brought to the
 engine included; ``reward``; ``train``: the optimizer step; ``other``: the rest of the iteration. Sync is what an engine got, bytes over
-seconds; beside it what one TCP connection and, on a GPU, a copy into page-locked memory move on this machine, which is what it goes through.
+the seconds in which they came, without connecting and waking (``benchmarks.sync`` has the transfer by itself); beside it what one TCP
+connection and, on a GPU, a copy into page-locked memory move on this machine.
 """
 
 from __future__ import annotations
@@ -278,7 +279,7 @@ def syncs(run_dir: Path) -> dict[str, float]:
     if not found:
         return {}
     return {"transfers": len(found), "way": found[-1]["way"], "bytes": found[-1]["nbytes"], "seconds": statistics.median(e["seconds"] for e in found),
-            "gb_per_s": statistics.median(e["nbytes"] / e["seconds"] for e in found) / 1e9}
+            "transfer": statistics.median(e["transfer"] for e in found), "gb_per_s": statistics.median(e["nbytes"] / e["transfer"] for e in found) / 1e9}
 
 
 def with_kills(kind: str, s: dict[str, Any], seconds: float, every_s: float, warm: int) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def engine_rows() -> list[dict[str, Any]]:
     last = [row for row in read(RECORDED)["lead.jsonl"] if row["event"] == "commit"][-1]
     common = {**{k: last[k] for k in ("t_wall", "t_mono", "host")}, "who": "e0", "pid": 999999999, "epoch": None, "engine": "e0"}
     said = [("process_start", {"device": "cpu"}), ("rollout_sync_begin", {"step": last["step"], "kind": "full"}),
-            ("rollout_sync", {"step": last["step"], "kind": "full", "nbytes": 10, "seconds": 0.1, "way": "host"}),
+            ("rollout_sync", {"step": last["step"], "kind": "full", "nbytes": 10, "seconds": 0.1, "transfer": 0.1, "way": "host"}),
             ("rollout_made", {"samples": ["0/0#0"], "version": last["step"]})]
     return [{**common, "step": None, "event": kind, **more, "t_wall": last["t_wall"] + 0.001 * n} for n, (kind, more) in enumerate(said, 1)]
 

@@ -74,7 +74,7 @@ def _take_rounds(port: int, answers: Any) -> None:
     for number in range(_ROUNDS):
         with sync.stream(f"round{number}", store, 120.0) as end:
             got = dict(sync.receive(end.join(), number, torch.device("cuda", 0)))
-        same = all(tensor.is_cuda and torch.equal(got[name].cpu(), tensor) for name, tensor in _weights(number, "cpu"))
+        same = all(got[name].is_cuda and torch.equal(got[name].cpu(), tensor) for name, tensor in _weights(number, "cpu"))
         answers.send((len(got), same))
         time.sleep(0.1)
 

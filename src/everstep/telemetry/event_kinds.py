@@ -143,8 +143,8 @@ EVENTS: dict[str, EventKind] = {
     "rollout_sync": _kind(
         "rank",
         "A rollout engine got weights. `kind`: all of them, the frozen base (LoRA), or adapters, with which it serves `step`. `way`: from device to "
-        "device, or through host memory.",
-        "engine kind nbytes seconds way",
+        "device, or through host memory. `transfer`: of `seconds`, those in which they came; in the others it connects and wakes.",
+        "engine kind nbytes seconds transfer way",
         step=True,
     ),
     "rollout_dropped": _kind(

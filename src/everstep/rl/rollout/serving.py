@@ -85,7 +85,7 @@ class EngineWorker:
         if kind != "base":
             self._decoder.restart()
         self.events.emit("rollout_sync", step=version, engine=self.worker_id, kind=kind, nbytes=counter.nbytes,
-                         seconds=time.monotonic() - start, way=counter.way)
+                         seconds=time.monotonic() - start, transfer=counter.seconds, way=counter.way)
         return counter.nbytes
 
     def sleep(self, moved: Sequence[str] = ()) -> None:
@@ -114,13 +114,15 @@ class EngineWorker:
 
 
 class _Counter:
-    """Counts the bytes of what goes through it, and sees which way it came."""
+    """Counts the bytes of what goes through it, and sees which way it came, and how long they took to come."""
 
     def __init__(self) -> None:
-        self.nbytes, self.way = 0, "host"
+        self.nbytes, self.way, self.seconds = 0, "host", 0.0
 
     def counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        start = time.monotonic()
         for name, tensor in weights:
             self.nbytes += tensor.nbytes
             self.way = "device" if tensor.is_cuda else "host"
             yield name, tensor
+        self.seconds = time.monotonic() - start

@@ -20,6 +20,7 @@ import contextlib
 import inspect
 import json
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ def send(
             window.memory[place : place + piece.numel()].copy_(piece)
         about = [what | {"nbytes": piece.numel()} for what, piece in bucket]
         direct = [engine for engine, end in ends.items() if end.direct]
-        each(direct, _End.say, version, _text({"shown": about, "digest": digest_of(piece for _, piece in bucket)}))
+        each(direct, _End.say, version, _text({"shown": about, "digest": _digest(window.memory[: _extent(about)])}))
         each(direct, _take)
 
     each(streams, _greet, version, window)
@@ -248,18 +249,33 @@ def _opened(handle: Mapping[str, Any], device: torch.device) -> Tensor | None:
 def _copied(said: Mapping[str, Any], window: Tensor, begun: dict[str, Tensor], device: torch.device) -> list[tuple[str, Tensor]]:
     """Copy what the window shows to our ``device``; returns the tensors that are complete. ``begun``: those that are not. LinkBroken if it is
     something else than what was shown."""
-    pieces, complete = list[Tensor](), list[tuple[str, Tensor]]()
-    for what, place in zip(said["shown"], _places(what["nbytes"] for what in said["shown"]), strict=True):
-        name, at, size = what["name"], what["at"], what["nbytes"]
+    shown, complete = said["shown"], list[tuple[str, Tensor]]()
+    mine = window[: _extent(shown)].to(device, copy=True)
+    if _digest(mine) != said["digest"]:
+        raise LinkBroken(f"weights {shown[0]['name']} to {shown[-1]['name']} arrived damaged: their digest is wrong")
+    for what, place in zip(shown, _places(what["nbytes"] for what in shown), strict=True):
+        name, at, shape, dtype = what["name"], what["at"], what["shape"], getattr(torch, what["dtype"])
+        part = mine[place : place + what["nbytes"]]
+        if part.numel() == math.prod(shape) * dtype.itemsize:
+            complete.append((name, part.view(dtype).view(shape)))  # of the bucket's memory: a copy of its own would cost a kernel for each
+            continue
         if at == 0:
-            begun[name] = torch.empty(what["shape"], dtype=getattr(torch, what["dtype"]), device=device)
+            begun[name] = torch.empty(shape, dtype=dtype, device=device)
         flat = begun[name].view(-1).view(torch.uint8)
-        pieces.append(flat[at : at + size].copy_(window[place : place + size]))
-        if at + size == flat.numel():
+        flat[at : at + part.numel()].copy_(part)
+        if at + part.numel() == flat.numel():
             complete.append((name, begun.pop(name)))
-    if digest_of(pieces) != said["digest"]:
-        raise LinkBroken(f"weights {said['shown'][0]['name']} to {said['shown'][-1]['name']} arrived damaged: their digest is wrong")
     return complete
+
+
+def _extent(shown: Sequence[Mapping[str, Any]]) -> int:
+    """Bytes of the window that a bucket takes, what lies between its pieces included."""
+    return sum(_room(what["nbytes"]) for what in shown)
+
+
+def _digest(shown: Tensor) -> int:
+    """Of a bucket as it lies there: of each of its pieces it would take the device a dozen kernels."""
+    return digest_of([shown.view(torch.int32)])
 
 
 def _machine() -> str:

@@ -82,7 +82,7 @@ def test_the_agent_of_the_node_tells_what_each_is_stuck_in_before_it_is_given_up
     for kind, says in (("gil", "interpreter lock"), ("stop", "is stopped")):
         worker, replica, step = VICTIMS[kind]
         (told,) = [e for e in struck.kind("stuck") if e.who == "lead" and e["worker"] == worker and e["sure"]]
-        assert (told["what"], told["sure"], told["replica"], told.step) == ("process", True, replica, step) and says in told["why"]
+        assert (told["what"], told["replica"], told.step) == ("process", replica, step) and says in told["why"]
         assert told["says"].startswith(f"in compute of step {step}")
         (fault,) = [e for e in struck.kind("fault") if e["replica"] == replica and e.step == step]
         death = next(e for e in struck.kind("death") if e["worker"] == worker)

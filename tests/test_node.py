@@ -55,6 +55,9 @@ mine.phase(7, "compute")
 mine.micro_batch(1, 4)
 print("up", flush=True)
 match sys.argv[2]:
+    case "spin":
+        sys.stdin.readline()
+        3 ** 10**9  # minutes, without letting go of the interpreter lock
     case "gil":
         sys.stdin.readline()
         mutex, lock = ctypes.create_string_buffer(64), ctypes.PyDLL(None).pthread_mutex_lock
@@ -323,6 +326,38 @@ def test_nobody_is_stuck_because_the_machine_is(monkeypatch) -> None:
     assert watch._after_s == 1.0
     monkeypatch.undo()
     watch.close()
+
+
+def test_who_gets_no_cpu_is_not_stuck(ranks: Ranks, tmp_path: Path) -> None:
+    """Two real processes in which no thread of Python runs: one waits for a lock, the other would compute, on a CPU that a third has nearly to itself."""
+    told, after_s, cpu = Told(), 0.5, min(os.sched_getaffinity(0))
+    watch = NodeWatch("here", Senses([str(tmp_path)], kernel=Quiet()), told, after_s, 600.0)
+    hog = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        for worker, what in (("w0", "gil"), ("w1", "spin")):
+            ranks.start(worker, what)
+        ranks.await_up()
+        for worker, process in ranks.processes.items():
+            watch.add(worker, process.pid)
+        watch.round()
+        os.sched_setaffinity(hog.pid, {cpu})
+        for thread in map(int, os.listdir(f"/proc/{ranks.processes['w1'].pid}/task")):
+            os.sched_setaffinity(thread, {cpu})
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+        ranks.go("w0")
+        ranks.go("w1")
+        begun = time.monotonic()
+        while time.monotonic() - begun < 5 * after_s:
+            watch.round()
+            time.sleep(0.05)
+        assert [fields["worker"] for fields in told.of("stuck") if fields["sure"]] == ["w0"]
+        hog.kill()
+        os.sched_setaffinity(ranks.processes["w1"].pid, os.sched_getaffinity(0))
+        assert until(lambda: (watch.round(), len(told.of("stuck")) == 2)[1], 10.0), "with a CPU of its own nothing excuses it"
+    finally:
+        hog.kill()
+        hog.wait()
+        watch.close()
 
 
 @pytest.mark.gpu

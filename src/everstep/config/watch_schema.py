@@ -124,7 +124,7 @@ class WatchConfig(Section):
     )
     stuck_after_s: float = Field(
         10.0, gt=0, description="An agent reports a rank as stuck when no thread of its Python has run for so many seconds, or its device has not answered for "
-        "so long. A report only: whoever is to be replaced is found by recovery.silence_s and recovery.progress_timeout_s.",
+        "so long. Time in which a thread of it was ready to run and got no CPU is added. A report only: whoever is to be replaced is found by recovery.silence_s and recovery.progress_timeout_s.",
     )
     diagnose: bool = Field(
         True,

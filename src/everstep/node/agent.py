@@ -76,10 +76,39 @@ class _Rank:
     stuck: Stuck | None = None  # by the last look while it lived
     tick: float = 0.0           # at that look
     told: set[tuple[str, bool]] = field(default_factory=set)  # what was said of it, while that is so
+    quiet: tuple[float, float, dict[str, ThreadClock]] | None = None  # (tick, when it was first found silent since, its threads then)
 
     def has_not_moved(self, reading: Reading) -> bool:
         """Whether its process was surely stuck, and is so still. What the kernel says of one that is being killed is no better reason."""
         return self.stuck is not None and self.stuck.sure and self.stuck.what == "process" and reading.tick == self.tick
+
+    def starved_s(self, reading: Reading, now: float, after_s: float) -> float:
+        """Of the time in which no thread of Python has run: how long the one that waited most waited for a CPU. Who waits for a lock waits for none.
+
+        The kernel's clocks count since a thread began, so they are read once the silence is half as long as tells, and what they gained counts.
+        A look that finds a rank so silent for the first time accuses nobody."""
+        if not reading.tick or now - reading.tick < after_s / 2:
+            return 0.0
+        clocks = thread_clocks(self.pid)
+        if self.quiet is None or self.quiet[0] != reading.tick:
+            self.quiet = reading.tick, now, clocks
+            return now - reading.tick
+        _, since, before = self.quiet
+        return max((clock.starved_s(before[thread], now - since) for thread, clock in clocks.items() if thread in before), default=0.0)
+
+
+@dataclass(frozen=True)
+class ThreadClock:
+    """Of one thread, by the kernel: whether it would run now; seconds that it ran; and that it was ready to, before it did."""
+
+    ready: bool
+    ran_s: float
+    waited_s: float
+
+    def starved_s(self, before: ThreadClock, passed_s: float) -> float:
+        """In the time that passed between two looks. The kernel counts a wait when it is over: of one who waits still, all that it did not run."""
+        still = passed_s - (self.ran_s - before.ran_s) if self.ready and before.ready else 0.0
+        return max(self.waited_s - before.waited_s, still)
 
 
 class NodeWatch:
@@ -169,7 +198,8 @@ class NodeWatch:
             state, waits_in = _state(rank.pid)
             if not state or state in "ZX":
                 continue  # its end is told by its pidfd
-            stuck = explain(reading, state, waits_in, now, self._after_s, self._suspect_s)
+            after_s = self._after_s
+            stuck = explain(reading, state, waits_in, now, after_s + rank.starved_s(reading, now, after_s), self._suspect_s)
             seen: set[tuple[str, bool]] = {(stuck.what, stuck.sure)} if stuck else set()
             if stuck and not seen <= rank.told:
                 self._stuck(worker, rank.pid, reading, stuck)
@@ -225,6 +255,18 @@ def _state(pid: int) -> tuple[str, str]:
     with contextlib.suppress(OSError):
         return state, Path(f"/proc/{pid}/wchan").read_text().strip().strip("0")
     return state, ""
+
+
+def thread_clocks(pid: int) -> dict[str, ThreadClock]:
+    """Of each thread of a process of this machine, by its number; empty where the kernel does not count (CONFIG_SCHED_INFO)."""
+    clocks = {}
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError, IndexError, ValueError):  # it ended
+                ran, waited, _ = (thread / "schedstat").read_text().split()
+                state = (thread / "stat").read_text().rsplit(")", 1)[1].split()[0]
+                clocks[thread.name] = ThreadClock(state == "R", int(ran) / 1e9, int(waited) / 1e9)
+    return clocks
 
 
 def stacks(pid: int) -> str:

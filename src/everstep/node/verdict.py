@@ -39,7 +39,7 @@ def surely_stuck(reading: Reading, state: str, waits_in: str, now: float, after_
     if reading.tick and state in "Tt":
         return Stuck("process", True, "its process is stopped (SIGSTOP, or a debugger)", silent_s)
     if reading.tick and silent_s > after_s and reading.where.phase != ENDS:
-        where = f"its main thread is in the kernel, in {waits_in}" if state == "D" else "its interpreter lock is held, or it gets no CPU"
+        where = f"its main thread is in the kernel, in {waits_in}" if state == "D" else "its interpreter lock is held"
         return Stuck("process", True, f"no thread of Python has run for {silent_s:.1f} s: {where}", silent_s)
     if device.asked > device.answered and now - device.asked > after_s:
         return Stuck("device", True, f"its device has not answered for {now - device.asked:.1f} s", now - device.asked)

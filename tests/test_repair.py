@@ -367,7 +367,9 @@ def test_a_machine_that_is_about_to_go_keeps_the_last_replica_that_holds_the_sta
     """All are on one machine: the spare goes, one replica goes, the other cannot, for nobody would hold the state."""
     notice = tmp_path / "notice"
     run = leaves(model, tmp_path, Strike(**IN_STEP_5, act=lambda folder: notice.touch()), f"recovery.preemption_file={notice}", RESTART, left=1, steps=120)
-    assert len(run.kind("retire")) == 2 and len(run.kind("leave")) == 3 and not run.kind("restart")
+    assert len(run.kind("retire")) == 2 and len(run.kind("leave")) == 3
+    assert sorted(e["after"] for e in run.kind("no_room")) == sorted(e["after"] for e in run.kind("restart")) == ["w0", "w2"], "told once"
+    assert {e.who for e in run.events if e.who.startswith("w")} == {"w0", "w1", "w2"}, "nothing is started on a machine that goes"
 
 
 def test_orders_that_are_none_are_refused(model, tmp_path):

@@ -219,6 +219,7 @@ EVENTS: dict[str, EventKind] = {
         "A process is being started in the place of the dead worker `after`; `attempt` counts those that failed there in a row.",
         "after attempt",
     ),
+    "no_room": _kind("lead", "It is not, for there is no room (`why`); that is looked for again and again, until there is.", "after why"),
     "link_build": _kind("lead", "A link is being built over these members.", "link members"),
     "link_ready": _kind("both", "All members acknowledged the link (lead), or this rank did (rank).", "link members"),
     "heal_start": _kind(

@@ -95,7 +95,7 @@ class Line:
 
 _EVENT_LEVELS = {"death": "warning", "expel": "warning", "fault": "warning", "fenced": "warning", "error": "error", "void": "warning",
                  "straggler": "warning", "stuck": "warning", "quarantine": "error", "corruption": "error", "refused": "warning", "spike": "warning",
-                 "drop": "warning"}
+                 "drop": "warning", "no_room": "warning"}
 _EVERY_STEP = frozenset({"begin", "compute", "computed", "link_used", "reduce", "reduced", "vote", "apply", "obey", "call", "metrics", "commit"})
 
 

@@ -76,25 +76,31 @@ class Refill:
         self._closed.set()
 
     def _fill(self, dead: str, place: _Place) -> None:
-        no_room = 0.0  # seconds to wait because there was none
+        waiting = False  # there was no room, and that was told
         try:
             while place.tries < self._attempts:
-                delay = max(no_room, min(LONGEST_DELAY_S, self._backoff_s * 2 ** (place.tries - 1)) if place.tries else 0.0)
+                delay = min(LONGEST_DELAY_S, self._backoff_s * 2 ** (place.tries - 1)) if place.tries else 0.0
+                delay = max(delay, self._backoff_s if waiting else 0.0)
                 if self._closed.wait(delay):
                     return
                 place.tries += 1
-                self._starter.note("restart", after=dead, attempt=place.tries)
+                if not waiting:
+                    self._starter.note("restart", after=dead, attempt=place.tries)
                 try:
                     worker = self._starter.start_in_place_of(dead)
-                except NoRoom:  # for how long there is none is nobody's fault
+                except NoRoom as none:  # for how long there is none is nobody's fault
                     place.tries -= 1
-                    no_room = self._backoff_s
+                    if not waiting:
+                        self._starter.note("no_room", after=dead, why=str(none))
+                    waiting = True
                     continue
                 except EverstepError as error:
+                    waiting = False
                     if not self._closed.is_set():
                         self._starter.note("error", error=type(error).__name__, message=f"no process in the place of {dead}: {error}")
                     continue
                 except Exception as error:  # the end of a thread: the place would be lost without a word
+                    waiting = False
                     self._starter.note("error", error=type(error).__name__, message=f"no process in the place of {dead}: {error}")
                     continue
                 place.since = time.monotonic()

@@ -188,6 +188,7 @@ def timeline(events: Sequence[Event]) -> list[dict[str, Any]]:
         "heal_done": lambda e: f"healed: {e['heal_bytes']} bytes in {e['seconds']:.3f} s",
         "join": lambda e: f"takes part again; replicas {e['members']}",
         "save": lambda e: f"checkpoint in {e['seconds']:.2f} s",
+        "no_room": lambda e: f"no process in the place of {e['after']} yet: {e['why']}",
         "drop": lambda e: f"{len(e['samples'])} samples dropped: {e['reason']}",
         "failure": lambda e: f"{e['failure_class']}: {'; '.join(e['evidence'])}",
         "diagnosis": lambda e: f"what every rank did: {e['path']}",

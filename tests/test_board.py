@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.replicas import free_ports
 
-from everstep.cluster.controller import takeover
+from everstep.cluster import takeover
 from everstep.cluster.environment import Machines, lighthouse_address, machines, manager_port, placed, slurm_hosts
 from everstep.cluster.local.head import Head
 from everstep.cluster.local.lighthouse import Lighthouse, Ports, pack_journal, serve, unpack_journal

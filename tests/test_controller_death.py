@@ -24,8 +24,7 @@ from tests.test_exact import BASE, SHAPES, by_position, undisturbed
 from tests.test_faults import assert_invariants
 from tests.test_plan_cli import TOKEN, survivors
 
-from everstep.cluster import forked
-from everstep.cluster.controller import takeover
+from everstep.cluster import forked, takeover
 from everstep.cluster.forked import ForkedHost
 from everstep.config.check import check_plan
 from everstep.config.schema import Config
@@ -343,7 +342,7 @@ def _until(condition: Callable[[], bool], process: subprocess.Popen, within_s: f
 REFUSES = """
 import sys
 from everstep import cli
-from everstep.cluster.controller import takeover
+from everstep.cluster import takeover
 from everstep.errors import BadInput
 def decide(*args): raise BadInput("--attach: refused")
 takeover.decide = decide

@@ -16,9 +16,9 @@ import torch
 from tests.support.runs import SFT
 
 from everstep import cli, doctor
-from everstep.cluster.controller.agents import Agents
-from everstep.cluster.controller.post_mortem import PostMortem
+from everstep.cluster.agents import Agents
 from everstep.cluster.host import WorkerInfo
+from everstep.cluster.post_mortem import PostMortem
 from everstep.config.load import load_config
 from everstep.run_dir import RunDir
 from everstep.telemetry import health

@@ -24,7 +24,7 @@ from everstep import attempt
 from everstep.checkpoint import flushed, memory, shelf
 from everstep.checkpoint.memory import Keeper, Stamp
 from everstep.checkpoint.shelf import Shelf, ShelfError
-from everstep.cluster.controller.copies import choose_buddies
+from everstep.cluster.buddies import choose_buddies
 from everstep.cluster.forked import ForkedHost
 from everstep.config.check import check_plan
 from everstep.errors import BadInput, ConfigError, InvariantViolated, NotEnoughReplicas

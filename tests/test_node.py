@@ -22,8 +22,8 @@ from tests.support.runs import SFT
 from tests.test_health import Nvml
 from tests.test_recovery import serve, until
 
-from everstep.cluster.controller import agents as agents_module
-from everstep.cluster.controller.agents import Agents, Keeper, agent_spec
+from everstep.cluster import agents as agents_module
+from everstep.cluster.agents import Agents, Keeper, agent_spec
 from everstep.cluster.processes import pid_runs
 from everstep.config.load import load_config
 from everstep.node import page

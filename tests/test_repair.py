@@ -31,8 +31,8 @@ from tests.test_faults import assert_invariants
 from everstep import cli
 from everstep.checkpoint import manifest
 from everstep.cluster import forked, processes
-from everstep.cluster.controller.endpoint import FILE, Endpoint, ask
 from everstep.cluster.controller.refill import Refill
+from everstep.cluster.endpoint import FILE, Endpoint, ask
 from everstep.cluster.forked import ForkedHost
 from everstep.cluster.worker import worker as worker_module
 from everstep.engine import groups

@@ -16,7 +16,7 @@ from tests.test_faults import assert_invariants
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from everstep.checkpoint.manifest import checkpoint_folders, step_of
-from everstep.cluster.controller.endpoint import ask
+from everstep.cluster.endpoint import ask
 from everstep.cluster.forked import ForkedHost
 from everstep.config.check import check_plan
 from everstep.config.load import load_config

@@ -462,7 +462,7 @@ def engines(
 
     What an engine that leaves was at goes on elsewhere from what it has.
     """
-    from everstep.cluster.controller.endpoint import ask
+    from everstep.cluster.endpoint import ask
     from everstep.run_dir import open_run_dir
 
     told = ask(open_run_dir(run).path, "engines", engines=count)

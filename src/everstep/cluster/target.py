@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from everstep.cluster.controller.watch import reruns_of
 from everstep.config.recovery_schema import RecoveryConfig
 from everstep.config.schema import Config
 from everstep.recovery.coordinator import Coordinator, Mode
 from everstep.recovery.progress import Deadlines, Judge
 from everstep.recovery.proxy import Relay
+from everstep.recovery.rerun import Reruns
 from everstep.recovery.server import CoordinatorServer
 from everstep.telemetry.events import ENGINES
 
@@ -22,6 +22,12 @@ def coordinator_of(config: Config, incarnation: int) -> Coordinator:
         recovery.standby_links_up_to if recovery.enabled else 0, recovery.quarantine_after, recovery.non_finite == "stop",
         rotates=config.semisync.method == "none", reruns=reruns_of(config),
     )
+
+
+def reruns_of(config: Config) -> Reruns:
+    """Bit by bit where the same computation has the same bits."""
+    same = config.engine.deterministic or config.recovery.exact
+    return Reruns(0.0 if same else config.watch.rerun_tolerance, config.watch.evict_corrupt and config.recovery.enabled)
 
 
 def judge(recovery: RecoveryConfig) -> Judge:

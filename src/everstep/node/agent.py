@@ -7,7 +7,7 @@ It decides one thing: that a device is sick, and must not be used any more (*qua
 that the ranks on it leave, when, and who takes their places, the lead decides. Everything else that a finding may lead to is decided where it was
 decided before: who is expelled, by the coordinator; which process is started in which place, by ``everstep.cluster.controller.refill`` (by torchrun, without
 Ray). An agent that killed or started ranks as well could undo their decisions; so it does neither. Its own death harms nobody: whoever started it
-starts another one (:mod:`everstep.cluster.controller.agents`), and ranks do not know of it.
+starts another one (:mod:`everstep.cluster.agents`), and ranks do not know of it.
 """
 
 from __future__ import annotations

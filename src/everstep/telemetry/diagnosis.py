@@ -10,7 +10,7 @@
 A rank is asked over the control channel, whose thread lives in one that merely hangs, and writes stacks and flight recorder itself. One that is to
 be killed and does not answer gets a signal that Python's ``faulthandler`` serves in C, also while its interpreter lock is stuck. Nobody who lives on
 gets that signal: a dump in C reads the frames of threads that run, and has killed healthy ranks. A stopped process (SIGSTOP) serves no signal; of it
-py-spy reads the stacks from outside, if it is installed. What is read from outside is read by the agent of its node (:mod:`everstep.cluster.controller.agents`).
+py-spy reads the stacks from outside, if it is installed. What is read from outside is read by the agent of its node (:mod:`everstep.cluster.agents`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _own_stacks() -> str:
 
 class Diagnosis:
     """``send(worker, signal)`` delivers a signal; ``order(worker, message)`` sends a message over the control channel; ``examine(worker,
-    timeout_s, spy)``: what its node says of it (:meth:`everstep.cluster.controller.agents.Agents.examine`); ``stacks(worker)``: the file of its stacks; ``told(folder, worker)``: it is complete."""
+    timeout_s, spy)``: what its node says of it (:meth:`everstep.cluster.agents.Agents.examine`); ``stacks(worker)``: the file of its stacks; ``told(folder, worker)``: it is complete."""
 
     def __init__(
         self, folder: Path, send: Callable[[str, int], None], order: Callable[[str, Mapping[str, Any]], bool],

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep import scratch
-from everstep.cluster.controller.endpoint import Endpoint, ask_at
+from everstep.cluster.endpoint import Endpoint, ask_at
 from everstep.errors import BadInput
 from everstep.run_dir import open_run_dir
 

@@ -1,2 +1,2 @@
 """launcher=ray: what owns the coordinator and the workers, repairs replicas, lets ranks leave, and takes over from a dead
-controller. The lighthouse calls its takeover, agents and post_mortem, too."""
+controller."""

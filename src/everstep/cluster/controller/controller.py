@@ -23,12 +23,12 @@ from everstep.cluster.batch import TrainingBatch
 from everstep.cluster.controller import succession
 from everstep.cluster.controller.copies import Copies
 from everstep.cluster.controller.crew import Crew
-from everstep.cluster.controller.endpoint import Endpoint
 from everstep.cluster.controller.owed import POLL_S, Owed, all_done, gather
 from everstep.cluster.controller.rollback import Rollback
 from everstep.cluster.controller.rollouts import Rollouts
 from everstep.cluster.controller.watch import Watch
 from everstep.cluster.dispatch import get_dispatch, ranks_of
+from everstep.cluster.endpoint import Endpoint
 from everstep.cluster.formation import Formation
 from everstep.cluster.group import InOnePlace, StepResult
 from everstep.cluster.host import Host, ProcessEnded, Sharing, WorkerSpec

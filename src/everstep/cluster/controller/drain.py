@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TextIO
 
-from everstep.cluster.controller.endpoint import ask
+from everstep.cluster.endpoint import ask
 from everstep.errors import BadInput, DeadlineExceeded
 from everstep.run_dir import open_run_dir
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from everstep.cluster.controller import takeover
+from everstep.cluster import takeover
 from everstep.errors import RolledBack
 from everstep.recovery import rendezvous
 from everstep.recovery.commitlog import CommitLog

@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everstep.cluster.controller.agents import EXAMINE_S, Agents
-from everstep.cluster.controller.post_mortem import PostMortem
+from everstep.cluster.agents import EXAMINE_S, Agents
 from everstep.cluster.dispatch import Rank
 from everstep.cluster.host import Host, WorkerInfo
+from everstep.cluster.post_mortem import PostMortem
 from everstep.cluster.results import minority
 from everstep.config.schema import Config
-from everstep.recovery.rerun import Reruns
 from everstep.recovery.view import Member, View
 from everstep.run_dir import RunDir
 from everstep.telemetry.diagnosis import Diagnosis
@@ -25,12 +24,6 @@ from everstep.telemetry.stragglers import Stragglers, Timed
 if TYPE_CHECKING:
     from everstep.recovery.server import CoordinatorServer
     from everstep.recovery.transaction import StepReport
-
-
-def reruns_of(config: Config) -> Reruns:
-    """Bit by bit where the same computation has the same bits."""
-    same = config.engine.deterministic or config.recovery.exact
-    return Reruns(0.0 if same else config.watch.rerun_tolerance, config.watch.evict_corrupt and config.recovery.enabled)
 
 
 class Watch:

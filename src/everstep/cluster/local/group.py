@@ -36,7 +36,7 @@ from everstep.checkpoint.saving import RankOf, SavedRun, Saver, WriterLost
 from everstep.checkpoint.storage import CheckpointError
 from everstep.checkpoint.writer import Ticket
 from everstep.cluster import environment
-from everstep.cluster.controller.agents import keep_here
+from everstep.cluster.agents import keep_here
 from everstep.cluster.device import choose_device
 from everstep.cluster.dispatch import Rank, get_dispatch, ranks_of
 from everstep.cluster.formation import Formation

@@ -21,11 +21,11 @@ from typing import Any
 import xxhash
 
 from everstep.checkpoint.choose import Chosen
-from everstep.cluster.controller import takeover
-from everstep.cluster.controller.agents import EXAMINE_S, Agents
-from everstep.cluster.controller.post_mortem import PostMortem
+from everstep.cluster import takeover
+from everstep.cluster.agents import EXAMINE_S, Agents
 from everstep.cluster.host import WorkerInfo
 from everstep.cluster.local.pace import Pace
+from everstep.cluster.post_mortem import PostMortem
 from everstep.cluster.target import LaunchedTarget, coordinator_of, judge, judge_every_s
 from everstep.config import derive
 from everstep.config.alike import digest_of

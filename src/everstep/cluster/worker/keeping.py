@@ -9,7 +9,7 @@ from everstep.checkpoint import flushed, memory, shelf
 from everstep.checkpoint.memory import Copy, Stamp
 from everstep.checkpoint.saving import inner_layout
 from everstep.checkpoint.shelf import Shelf, ShelfError
-from everstep.cluster.controller.copies import announce, buddy_of, shelf_of
+from everstep.cluster.buddies import announce, buddy_of, shelf_of
 from everstep.cluster.worker.run_store import RunStore
 from everstep.config.schema import Config
 from everstep.layout import Layout

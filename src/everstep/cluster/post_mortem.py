@@ -29,7 +29,7 @@ class _Death:
 
 
 class PostMortem:
-    """``examine(info)``: what the node of a process says of it and of itself (:meth:`everstep.cluster.controller.agents.Agents.examine`)."""
+    """``examine(info)``: what the node of a process says of it and of itself (:meth:`everstep.cluster.agents.Agents.examine`)."""
 
     def __init__(self, events: EventLog, examine: Callable[[WorkerInfo], Mapping[str, Any]]):
         self._events, self._examine = events, examine

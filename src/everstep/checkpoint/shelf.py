@@ -21,7 +21,6 @@ import hmac
 import logging
 import secrets
 import socket
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from everstep.checkpoint import flushed, memory
 from everstep.checkpoint.memory import Copy, Stamp
 from everstep.errors import EverstepError
 from everstep.recovery import wire
+from everstep.recovery.door import Door
 
 LOG = logging.getLogger(__name__)
 _PIECE_BYTES = 4 << 20
@@ -47,17 +47,8 @@ class Shelf:
 
     def __init__(self, folder: Path, host: str, idle_s: float):
         self._folder, self._idle_s, self._secret = folder, idle_s, secrets.token_hex(16)
-        self._listener = socket.create_server((host, 0))
-        self.address: Address = (host, self._listener.getsockname()[1], self._secret)
-        threading.Thread(target=self._accept, name="shelf", daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), name="shelf-serve", daemon=True).start()
+        self._door = Door(socket.create_server((host, 0)), self._serve, "shelf")
+        self.address: Address = (host, self._door.address[1], self._secret)
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(wire.Closed, OSError):  # whoever asked is gone: nothing is owed

@@ -7,19 +7,18 @@ One connection for each order: a request and an answer, as messages of :mod:`eve
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import json
 import os
 import secrets
 import socket
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from everstep.errors import BadInput, EverstepError
 from everstep.recovery import wire
+from everstep.recovery.door import Door
 
 FILE = "control.json"
 TIMEOUT_S = 30.0
@@ -33,29 +32,19 @@ class Endpoint:
 
     def __init__(self, folder: Path, host: str, handlers: Mapping[str, Handler], name: str = FILE):
         self._handlers, self._token, self._path = dict(handlers), secrets.token_hex(16), folder / name
-        self._socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         temporary = folder / f".{name}.{os.getpid()}"
-        said = {"host": host, "port": self._socket.getsockname()[1], "token": self._token, "pid": os.getpid()}
+        said = {"host": host, "port": listener.getsockname()[1], "token": self._token, "pid": os.getpid()}
         reached = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         self.url = f"{self._token}@{reached}:{said['port']}"
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(said, file)
         os.replace(temporary, self._path)
-        threading.Thread(target=self._accept, name="endpoint", daemon=True).start()
+        self._door = Door(listener, self._serve, "endpoint")
 
     def close(self) -> None:
         self._path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not connected, says the kernel; but it wakes accept(), which close() does not
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._serve, args=(connection,), name="endpoint-order", daemon=True).start()
+        self._door.close()
 
     def _serve(self, connection: socket.socket) -> None:
         with connection:

@@ -10,6 +10,8 @@ import contextlib
 import socket
 import threading
 
+from everstep.recovery.door import Door
+
 CONNECT_TIMEOUT_S = 10.0
 
 
@@ -22,9 +24,8 @@ class Relay:
         self._closed = False
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
-        self._socket = socket.create_server((upstream[0], 0))
-        self.address: tuple[str, int] = (upstream[0], self._socket.getsockname()[1])
-        threading.Thread(target=self._accept_loop, name="relay-accept", daemon=True).start()
+        self._door = Door(socket.create_server((upstream[0], 0)), self._connect, "relay")
+        self.address = self._door.address
 
     def cut(self) -> None:
         """From now on nothing is forwarded. For good."""
@@ -34,32 +35,28 @@ class Relay:
         with self._lock:
             self._closed = True
             sockets, self._sockets = self._sockets, []
-        for sock in (self._socket, *sockets):
+        self._door.close()
+        for sock in sockets:
             with contextlib.suppress(OSError):  # not connected any more
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
 
-    def _accept_loop(self) -> None:
-        while True:
-            try:
-                near, _ = self._socket.accept()
-            except OSError:
-                return  # closed
-            try:
-                far = socket.create_connection(self._upstream, timeout=CONNECT_TIMEOUT_S)
-            except OSError:
-                near.close()  # the coordinator is gone: the rank learns it as without a relay
-                continue
-            far.settimeout(None)
-            with self._lock:
-                if self._closed:
-                    near.close()
-                    far.close()
-                    return
-                self._sockets += [near, far]
-            for a, b in ((near, far), (far, near)):
-                a.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                threading.Thread(target=self._pump, args=(a, b), name="relay", daemon=True).start()
+    def _connect(self, near: socket.socket) -> None:
+        try:
+            far = socket.create_connection(self._upstream, timeout=CONNECT_TIMEOUT_S)
+        except OSError:
+            near.close()  # the coordinator is gone: the rank learns it as without a relay
+            return
+        far.settimeout(None)
+        with self._lock:
+            if self._closed:
+                near.close()
+                far.close()
+                return
+            self._sockets += [near, far]
+        for a, b in ((near, far), (far, near)):
+            a.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            threading.Thread(target=self._pump, args=(a, b), name="relay", daemon=True).start()
 
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:
         while True:

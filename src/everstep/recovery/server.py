@@ -17,6 +17,7 @@ from everstep.recovery import wire
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.coordinator import Coordinator, State
 from everstep.recovery.desk import Desk, Listener
+from everstep.recovery.door import Door
 from everstep.recovery.progress import Judge
 from everstep.telemetry.events import EventLog
 
@@ -68,11 +69,9 @@ class CoordinatorServer(Desk):
         self._silence_s, self._build_timeout_s = silence_s, build_timeout_s
         self._build: tuple[str, float] = ("", 0.0)  # the link in construction and since when
         self._members: dict[str, float] = {}  # workers in the view, and since when
-        self._socket = socket.create_server((host, 0), backlog=256) if address is None else None
-        self.address: tuple[str, int] = (host, self._socket.getsockname()[1]) if self._socket else address  # type: ignore[assignment]
+        self._door = Door(socket.create_server((host, 0), backlog=256), self._come, "coordinator") if address is None else None
+        self.address: tuple[str, int] = (host, self._door.address[1]) if self._door else address  # type: ignore[assignment]
         loops = {self._silence_loop: "watching for silence", self._heartbeat_loop: "sending heartbeats"}
-        if self._socket:
-            threading.Thread(target=self._accept_loop, name="coordinator-accept", daemon=True).start()
         for loop, what in loops.items():
             threading.Thread(target=self._guarded, args=(loop, what), name=f"coordinator-{what.split()[-1]}", daemon=True).start()
 
@@ -81,10 +80,8 @@ class CoordinatorServer(Desk):
             self._closed = True
             sessions = list(self._sessions.values())
             self._sessions.clear()
-        if self._socket:
-            with contextlib.suppress(OSError):  # not connected, says the kernel; but it wakes accept(), which close() does not
-                self._socket.shutdown(socket.SHUT_RDWR)
-            self._socket.close()
+        if self._door:
+            self._door.close()
         for session in sessions:
             session.close()
         self._commits.close()
@@ -99,17 +96,8 @@ class CoordinatorServer(Desk):
             if not self._closed:
                 self._fail(WorkerFailed(f"the coordinator failed while {what}: {type(error).__name__}: {error}"))
 
-    def _accept_loop(self) -> None:
-        assert self._socket is not None
-        while True:
-            try:
-                sock, _ = self._socket.accept()
-            except OSError:
-                return  # closed
-            serve = functools.partial(self._serve, sock)
-            threading.Thread(
-                target=self._guarded, args=(serve, "listening to a rank"), name="coordinator-session", daemon=True
-            ).start()
+    def _come(self, sock: socket.socket) -> None:
+        self._guarded(functools.partial(self._serve, sock), "listening to a rank")
 
     def _serve(self, sock: socket.socket) -> None:
         wire.tune(sock)

@@ -40,6 +40,7 @@ from everstep.config.schema import Config
 from everstep.errors import BadInput, EverstepError, Fenced, NotEnoughReplicas, WorkerFailed
 from everstep.recovery import commitlog, wire
 from everstep.recovery.board import Journal, Result, Who, Work
+from everstep.recovery.door import Door
 from everstep.recovery.view import Member
 from everstep.run_dir import RunDir
 
@@ -88,16 +89,15 @@ class Lighthouse:
         self, listener: socket.socket, host: str, token: str = "", min_replicas: int = 1, store_port: int | None = None,
         quorum: bool = True, offer: Callable[[Mapping[str, Any]], None] | None = None, say: Callable[[str], None] = lambda text: None,
     ):
-        self._listener, self._token, self._min_replicas, self._store_port, self._quorum, self._offer, self._say = (
-            listener, token, min_replicas, store_port, quorum, offer, say
+        self._token, self._min_replicas, self._store_port, self._quorum, self._offer, self._say = (
+            token, min_replicas, store_port, quorum, offer, say
         )
         self.address = (host, int(listener.getsockname()[1]))
         self.run: ServedRun | None = None
         self._asked: dict[str, float] = {}  # lives that wait to take part, and since when
         self._wardens: list[tuple[int, str, socket.socket]] = []  # replica, host; a replica may have several on a host
         self._turn = threading.Condition(threading.RLock())
-        self._closed = False
-        threading.Thread(target=self._accept_loop, name="lighthouse-accept", daemon=True).start()
+        self._door = Door(listener, self._serve, "lighthouse")
 
     def close(self, status: str = "interrupted") -> None:
         """End the run that it serves, if any."""
@@ -117,20 +117,9 @@ class Lighthouse:
         return not self.run or bool(self.run.ended)
 
     def _stop_listening(self) -> None:
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._door.close()
 
     # -- connections -----------------------------------------------------------------------------------------------------
-
-    def _accept_loop(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._serve, args=(sock,), name="lighthouse-session", daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
         wire.tune(sock)

@@ -4,8 +4,8 @@
     python -m benchmarks.goodput --forked               CPU, forked children in the place of Ray: every start is quicker, the rival's most of all
     python -m benchmarks.goodput --quick                both systems, one rate, half a minute each; for a look
 
-    ours       all devices but one are replicas, one is a spare that is filled up again
-    no spare   all devices are replicas; who died is started anew
+    ours       all devices but one are replicas, one is a spare that is filled up again; copies in memory, should all die
+    no spare   all devices are replicas; who died is started anew; copies in memory, as above
     restart    all devices are replicas, recovery.enabled=false; asynchronous checkpoints every --saved-every steps, `resume=auto` as soon as
                the run has ended
 
@@ -93,7 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def overrides(system: str, args: argparse.Namespace, device: str) -> list[str]:
     spares = 1 if system == "ours" else 0
-    ours = [f"layout.replicas={args.devices - spares}", f"layout.spares={spares}", "recovery.restart_attempts=100", "checkpoint.every_steps=0"]
+    ours = [f"layout.replicas={args.devices - spares}", f"layout.spares={spares}", "recovery.restart_attempts=100", "checkpoint.every_steps=0",
+            f"recovery.memory_checkpoint_every={args.saved_every}"]
     rival = [f"layout.replicas={args.devices}", "layout.spares=0", "recovery.enabled=false", f"checkpoint.every_steps={args.saved_every}",
              "checkpoint.hf=false", "checkpoint.keep_last=2"]  # fmt: skip
     return [*work(shape_of(args, device), device), "sft.steps=1000000", "faults=[]", "telemetry.progress=none",
@@ -251,7 +252,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--calm", type=float, default=60.0, metavar="SECONDS", help="of an undisturbed run")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--devices", type=int, help="default: the GPUs that there are, or 4")
-    parser.add_argument("--saved-every", type=int, default=5, help="steps between checkpoints of the restarted one")
+    parser.add_argument("--saved-every", type=int, help="steps between checkpoints of the restarted one, and between the copies in memory that ours goes "
+                        "back to if all die at once (default: 20 on GPUs, whose steps are shorter than a checkpoint; else 5)")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--shape", help="folder under benchmarks/shapes (default: qwen3-0.6b on GPUs, else qwen3-small)")
     parser.add_argument("--forked", action="store_true")
@@ -264,8 +266,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", help="a.b=c")
     args = parser.parse_args(arguments)
     args.devices = args.devices or gpus() or 4
-    if args.devices < 3:
-        parser.error(f"{args.devices} devices: two replicas and a spare are the least")
+    args.saved_every = args.saved_every or (20 if (args.device or ("cuda" if gpus() else "cpu")) == "cuda" else 5)
+    if args.devices < (least := 3 if "ours" in args.systems else 2):
+        parser.error(f"{args.devices} devices: {'two replicas and a spare' if least == 3 else 'two replicas'} are the least")
     if args.quick:
         args.every, args.minutes, args.calm, args.systems = [10.0], 0.5, 10.0, ["ours", "restart"]
     return args

@@ -29,7 +29,7 @@ export PYTHONDONTWRITEBYTECODE =
 # Two replicas and a spare need a device each: three GPUs, or else the CPU.
 DEMO_DEVICE ?= $(shell [ "$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')" -ge 3 ] && echo cuda || echo cpu)
 
-.PHONY: demo test test-full lint types setup docs manual clean
+.PHONY: demo test test-full test-vllm lint types setup docs manual clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -43,6 +43,13 @@ test: lint types
 
 test-full: lint types
 	$(PY) -m pytest $(SIDE_BY_SIDE)
+
+# The real vLLM, on a CPU (on a GPU: pytest -m gpu tests/test_rollout_vllm.py).
+VLLM_VENV ?= .venv-vllm
+test-vllm:
+	$(PYTHON) tools/install.py --venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python tools/install.py --vllm
+	$(VLLM_VENV)/bin/python -m pytest -m full tests/test_rollout_vllm.py -k "real_vllm_on_a_cpu or real_vllm_engines"
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -1,5 +1,5 @@
-"""Rollouts by vLLM: what everstep says to it, with a strict stand-in (tests/support/fake_vllm), and with the real one on a GPU
-(``pytest -m gpu tests/test_rollout_vllm.py -s``)."""
+"""Rollouts by vLLM: what everstep says to it, with a strict stand-in (tests/support/fake_vllm); with the real one on a GPU
+(``pytest -m gpu tests/test_rollout_vllm.py -s``); and with the real one on a CPU, in an environment of its own (``make test-vllm``)."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_buckets_and_several_workers_get_every_weight(stand_in, tmp_path, model,
     monkeypatch.setattr(vllm, "BUCKET_BYTES", 4000)
     rollout = engine(tmp_path, tp=2)
     rollout.load_weights(weights(model), 1)
-    assert rollout._llm._model.changed > 10
+    assert rollout._llm._model.buckets > 10
     for mine, theirs in zip(rollout._llm._model.module.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     monkeypatch.setattr(type(rollout._llm._model), "load_weights", lambda self, given: {"lm_head.weight" for _ in given})
@@ -188,6 +188,7 @@ def test_adapters_are_merged_into_the_frozen_weights(stand_in, tmp_path, model, 
         rollout.load_adapter([(f"{module}.lora_A.weight", a * factor), (f"{module}.lora_B.weight", b)], 0.5, version)
         held = dict(rollout._llm._model.module.named_parameters())
         torch.testing.assert_close(held[f"{module}.weight"], frozen[f"{module}.weight"] + 0.5 * factor * (b @ a))
+        assert all(torch.equal(held[name], frozen[name]) for name in held if name != f"{module}.weight"), "also what is one matrix with it in vLLM"
         assert rollout.version == version
 
 
@@ -295,10 +296,23 @@ def test_without_vllm_the_run_is_refused_before_any_process_starts(tmp_path) -> 
 
 # -- the real one ------------------------------------------------------------------------------------------------------------
 
-REAL = [
-    pytest.mark.gpu, pytest.mark.full, pytest.mark.timeout(540),
-    pytest.mark.skipif(not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None, reason="needs a CUDA device and vLLM"),
-]
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+CUDA = torch.cuda.is_available()
+
+
+def real(test):
+    """On a GPU."""
+    for mark in (pytest.mark.gpu, pytest.mark.full, pytest.mark.timeout(540),
+                 pytest.mark.skipif(not CUDA or not HAS_VLLM, reason="needs a CUDA device and vLLM")):
+        test = mark(test)
+    return test
+
+
+def real_on_cpu(test):
+    """``make test-vllm``: vLLM's build for CPUs wants other versions of its needs than ours, so it has an environment of its own."""
+    for mark in (pytest.mark.full, pytest.mark.timeout(540), pytest.mark.skipif(CUDA or not HAS_VLLM, reason="needs vLLM's build for CPUs")):
+        test = mark(test)
+    return test
 
 
 @pytest.fixture
@@ -311,12 +325,6 @@ def shaped(tmp_path) -> Path:
                   "max_window_layers": 4, "dtype": "bfloat16"})
     shape.save_pretrained(folder)
     return folder
-
-
-def real(test):
-    for mark in REAL:
-        test = mark(test)
-    return test
 
 
 @real
@@ -387,3 +395,85 @@ def test_a_run_with_the_real_vllm_on_the_ranks_device_and_a_kill(shaped, tmp_pat
     assert {e["way"] for e in done.kind("rollout_sync")} == {"device"}
     correction = [row["rollout_corr/kl"] for row in read_metrics(done.folder / "metrics.jsonl") if "rollout_corr/kl" in row]
     print("\n", [(e["kind"], round(e["seconds"], 3)) for e in done.kind("rollout_sync")], correction)
+
+
+@pytest.fixture
+def cpu_vllm(monkeypatch) -> None:
+    """Engines of a test keep their keys and values in little memory, and compute on one thread."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+@real_on_cpu
+def test_the_real_vllm_on_a_cpu_says_what_transformers_says(shaped, tmp_path, cpu_vllm) -> None:
+    """Log-probabilities, seeds, versions, adapters, refused weights."""
+    from everstep.rl.rollout.vllm import VllmRollout
+
+    torch.manual_seed(0)
+    shape, tokenizer = AutoConfig.from_pretrained(shaped), AutoTokenizer.from_pretrained(shaped)
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32).requires_grad_(False)
+    for p in model.parameters():
+        if p.dim() == 2:
+            p.mul_(2)
+    rollout = VllmRollout(RolloutConfig(engine="vllm", engines=1, samples_per_batch=16, engine_args={"enforce_eager": True}), shape, tokenizer, torch.float32, 256, ("q_proj", "down_proj"), 0,
+                          tmp_path / "vllm")
+    rollout.load_weights(list(model.named_parameters()), 1)
+    sampling, made = Sampling(max_response_tokens=40, seed=1), sequences(16)
+    first = completed(rollout, sampling, made, 8)
+    assert _worst(model, made) < 1e-3 and all(s.made.versions == [1] * len(s.made.tokens) for s in made)
+    again = completed(rollout, sampling, sequences(16), 3)
+    assert sum(again[s] == first[s] for s in first) >= 13, "the same seeds make the same samples"
+    adapter, scale = _adapter(model), 0.5
+    rollout.load_adapter(adapter, scale, 2)
+    other = sequences(16)
+    completed(rollout, sampling, other, 8)
+    assert _worst(model, other) > 1e-2, "it has other weights now"
+    _merge(model, adapter, scale)
+    assert _worst(model, other) < 1e-3 and {v for s in other for v in s.made.versions} == {2}
+    with pytest.raises(WorkerFailed, match="did not come"):
+        rollout.load_weights(list(model.named_parameters())[:-1], 3)
+    assert rollout.version is None
+
+
+def _worst(model: torch.nn.Module, made: list[Pending]) -> float:
+    """The greatest difference between what was said of a token, and what the model says."""
+    worst = 0.0
+    for s in made:
+        logits = model(input_ids=torch.tensor([s.prompt + s.made.tokens])).logits[0, len(s.prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(s.made.tokens)[:, None])[:, 0]
+        worst = max(worst, float((expected - torch.tensor(s.made.logprobs)).abs().max()))
+    return worst
+
+
+def _adapter(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """LoRA matrices of rank 4."""
+    pairs = []
+    for name, p in model.named_parameters():
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] in ("q_proj", "down_proj"):
+            a, b = torch.randn(4, p.shape[1]) * 0.1, torch.randn(p.shape[0], 4) * 0.1
+            pairs += [(f"{module}.lora_A.weight", a), (f"{module}.lora_B.weight", b)]
+    return pairs
+
+
+def _merge(model: torch.nn.Module, adapter: list[tuple[str, torch.Tensor]], scale: float) -> None:
+    known, given = dict(model.named_parameters()), dict(adapter)
+    for name in (name for name in given if name.endswith("lora_A.weight")):
+        module = name.removesuffix(".lora_A.weight")
+        known[f"{module}.weight"] += scale * given[name.replace("lora_A", "lora_B")] @ given[name]
+
+
+@real_on_cpu
+@pytest.mark.parametrize("lora", [0, 4])
+def test_a_run_whose_real_vllm_engines_are_killed(shaped, tmp_path, lora, cpu_vllm) -> None:
+    """Two engines, processes of their own: one is killed while it generates, the other while it gets weights; both are started again."""
+    more = [f"model.path={shaped}", "model.init=random", "rollout.engines=2", "rollout.call_timeout_s=60", f"lora.rank={lora}",
+            "recovery.silence_s=30", "rollout.engine_args={enforce_eager: true}"]
+    faults = ["{step: 3, phase: generate, kind: kill, rank: 0}", "{step: 4, phase: sync, kind: kill, rank: 1}"]
+    done = finish(config(DEMO, tmp_path / "run", *SHORT, *VLLM, *more, f"faults=[{', '.join(faults)}]"), clean=True)
+    assert_invariants(done, 5)
+    assert gone(done.pids) and next(f for f in check(done.folder) if f.number == 10).held
+    assert len(done.kind("rollout_death")) == 2 and done.kind("rollout_start") and not done.kind("drop")
+    assert sum(e["requeued"] for e in done.kind("rollout_death")) > 0
+    differs = [row["rollout_corr/kl"] for row in read_metrics(done.folder / "metrics.jsonl") if "rollout_corr/kl" in row]
+    assert differs and all(abs(value) < 1e-3 for value in differs), "the ranks say of its tokens what it said"

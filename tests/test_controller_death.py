@@ -389,8 +389,16 @@ def test_through_ray_a_killed_controller_is_followed_by_another_one_by_itself(tm
         assert survivors(token, process.pid) == [] and gone(done.pids)
 
 
+@pytest.fixture
+def heeds_hangups():
+    """Also where these tests run under nohup, whose children ignore them, and a supervisor lets them be."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGHUP])
-def test_who_stops_it_while_the_controller_comes_up_has_stopped_it(number, tmp_path):
+def test_who_stops_it_while_the_controller_comes_up_has_stopped_it(number, tmp_path, heeds_hangups):
     with training(f"run_dir={tmp_path}/run", "layout.replicas=2", "layout.spares=0", "recovery.controller_grace_s=60",
                   "recovery.controller_restarts=1") as (process, token):
         _until(lambda: psutil.Process(process.pid).children(), process)

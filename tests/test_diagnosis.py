@@ -24,11 +24,12 @@ VICTIMS = {"hang": ("w1", 1, 6), "gil": ("w2", 2, 14), "stop": ("w0", 0, 22)}  #
 
 @pytest.fixture(scope="module")
 def struck(tmp_path_factory) -> Finished:
-    """One run in which three ranks stop to work in three ways, each in its compute."""
+    """One run in which three ranks stop to work in three ways, each in its compute. A virtual machine may stand still for a second: nobody is to be called
+    stuck for that."""
     faults = ", ".join(f"{{step: {step}, phase: compute, kind: {kind}, replica: {replica}}}" for kind, (_, replica, step) in VICTIMS.items())
     return finish(config(
         SFT, tmp_path_factory.mktemp("struck") / "run", "layout.replicas=3", "layout.spares=3", "sft.steps=30", "recovery.heartbeat_s=0.2",
-        "recovery.silence_s=3", "watch.agent_every_s=0.1", "watch.stuck_after_s=0.7", "recovery.progress_timeout_s=3", "checkpoint.at_end=false", f"faults=[{faults}]",
+        "recovery.silence_s=4.5", "watch.agent_every_s=0.1", "watch.stuck_after_s=2.5", "recovery.progress_timeout_s=7", "checkpoint.at_end=false", f"faults=[{faults}]",
     ), host=ForkedHost)
 
 
@@ -87,7 +88,7 @@ def test_the_agent_of_the_node_tells_what_each_is_stuck_in_before_it_is_given_up
         (fault,) = [e for e in struck.kind("fault") if e["replica"] == replica and e.step == step]
         death = next(e for e in struck.kind("death") if e["worker"] == worker)
         assert fault.t_mono < told.t_mono < death.t_mono, "it is told before the silence is long enough"
-        assert told.t_mono - fault.t_mono < 1.4
+        assert told.t_mono - fault.t_mono < 4.0
     for kind, (worker, _, step) in VICTIMS.items():
         paged = json.loads((of(struck, worker) / f"{worker}.page.json").read_text())
         assert (paged["page"]["phase"], paged["page"]["step"], paged["stuck"]["what"]) == ("compute", step, "process"), kind

@@ -405,8 +405,9 @@ def cpu_vllm(monkeypatch) -> None:
 
 
 @real_on_cpu
-def test_the_real_vllm_on_a_cpu_says_what_transformers_says(shaped, tmp_path, cpu_vllm) -> None:
-    """Log-probabilities, seeds, versions, adapters, refused weights."""
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_real_vllm_on_a_cpu_says_what_transformers_says(shaped, tmp_path, cpu_vllm, tp) -> None:
+    """Log-probabilities, seeds, versions, adapters, refused weights; alone, and split over two processes."""
     from everstep.rl.rollout.vllm import VllmRollout
 
     torch.manual_seed(0)
@@ -415,7 +416,7 @@ def test_the_real_vllm_on_a_cpu_says_what_transformers_says(shaped, tmp_path, cp
     for p in model.parameters():
         if p.dim() == 2:
             p.mul_(2)
-    rollout = VllmRollout(RolloutConfig(engine="vllm", engines=1, samples_per_batch=16, engine_args={"enforce_eager": True}), shape, tokenizer, torch.float32, 256, ("q_proj", "down_proj"), 0,
+    rollout = VllmRollout(RolloutConfig(engine="vllm", engines=1, tp=tp, samples_per_batch=16, engine_args={"enforce_eager": True}), shape, tokenizer, torch.float32, 256, ("q_proj", "down_proj"), 0,
                           tmp_path / "vllm")
     rollout.load_weights(list(model.named_parameters()), 1)
     sampling, made = Sampling(max_response_tokens=40, seed=1), sequences(16)
@@ -468,7 +469,7 @@ def _merge(model: torch.nn.Module, adapter: list[tuple[str, torch.Tensor]], scal
 def test_a_run_whose_real_vllm_engines_are_killed(shaped, tmp_path, lora, cpu_vllm) -> None:
     """Two engines, processes of their own: one is killed while it generates, the other while it gets weights; both are started again."""
     more = [f"model.path={shaped}", "model.init=random", "rollout.engines=2", "rollout.call_timeout_s=60", f"lora.rank={lora}",
-            "recovery.silence_s=30", "rollout.engine_args={enforce_eager: true}"]
+            "recovery.silence_s=30", "rollout.engine_args={enforce_eager: true}", "rl.importance.level=token"]
     faults = ["{step: 3, phase: generate, kind: kill, rank: 0}", "{step: 4, phase: sync, kind: kill, rank: 1}"]
     done = finish(config(DEMO, tmp_path / "run", *SHORT, *VLLM, *more, f"faults=[{', '.join(faults)}]"), clean=True)
     assert_invariants(done, 5)

@@ -69,13 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
     if args.child:
         return _child(args.child)
-    device = args.device or ("cuda" if gpus() else "cpu")
     folder = Path(args.runs or tempfile.mkdtemp(prefix="everstep-goodput-"))
     runs: list[Run] = []
     for every in (0.0, *args.every):
         for system in args.systems:
             seconds = args.calm if not every else 60 * args.minutes
-            runs.append(one(system, every, seconds, args, device, folder / f"{system.replace(' ', '-')}-{every:g}"))
+            runs.append(one(system, every, seconds, args, args.device, folder / f"{system.replace(' ', '-')}-{every:g}"))
             print(_line(runs[-1]), flush=True)
     best = max((r.samples_per_s for r in runs if not r.every_s), default=float("nan"))
     print_table(runs, best)
@@ -266,9 +265,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", help="a.b=c")
     args = parser.parse_args(arguments)
     args.devices = args.devices or gpus() or 4
-    args.saved_every = args.saved_every or (20 if (args.device or ("cuda" if gpus() else "cpu")) == "cuda" else 5)
-    if args.devices < (least := 3 if "ours" in args.systems else 2):
-        parser.error(f"{args.devices} devices: {'two replicas and a spare' if least == 3 else 'two replicas'} are the least")
+    args.device = args.device or ("cuda" if gpus() else "cpu")
+    args.saved_every = args.saved_every or (20 if args.device == "cuda" else 5)
+    least, who = (3, "two replicas and a spare") if "ours" in args.systems else (2, "two replicas")
+    if args.devices < least:
+        parser.error(f"{args.devices} devices: {who} are the least")
     if args.quick:
         args.every, args.minutes, args.calm, args.systems = [10.0], 0.5, 10.0, ["ours", "restart"]
     return args

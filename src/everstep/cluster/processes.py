@@ -34,11 +34,16 @@ def signal_pid(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
+def state_letter(of: str) -> str:
+    """Of a process (``/proc/PID``) or a thread (``/proc/PID/task/TID``), by the kernel: R, S, D, T, Z, ... Raises OSError or IndexError if it is gone."""
+    with open(f"{of}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0]
+
+
 def pid_runs(pid: int) -> bool:
     """Whether the process exists and is no zombie."""
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+        return state_letter(f"/proc/{pid}") not in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):
         return False
 

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from everstep.cluster.processes import ProcessWatch
+from everstep.cluster.processes import ProcessWatch, state_letter
 from everstep.errors import BadInput
 from everstep.node.page import Reading, View, Where
 from everstep.node.senses import News, Senses
@@ -249,7 +249,7 @@ def _reading(rank: _Rank) -> Reading | None:
 def _state(pid: int) -> tuple[str, str]:
     """(letter of its state, where its main thread waits in the kernel); ("", "") if it is gone."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        state = state_letter(f"/proc/{pid}")
     except (OSError, IndexError):
         return "", ""
     with contextlib.suppress(OSError):
@@ -264,8 +264,7 @@ def thread_clocks(pid: int) -> dict[str, ThreadClock]:
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError, IndexError, ValueError):  # it ended
                 ran, waited, _ = (thread / "schedstat").read_text().split()
-                state = (thread / "stat").read_text().rsplit(")", 1)[1].split()[0]
-                clocks[thread.name] = ThreadClock(state == "R", int(ran) / 1e9, int(waited) / 1e9)
+                clocks[thread.name] = ThreadClock(state_letter(str(thread)) == "R", int(ran) / 1e9, int(waited) / 1e9)
     return clocks
 
 

@@ -40,9 +40,10 @@ class Door:
             try:
                 connection, _ = self._listener.accept()
             except OSError as error:
-                if self._closed or error.errno not in PASSING:
-                    if not self._closed:
-                        LOG.error("%s: nobody can connect any more: %s", self._name, error)
+                if self._closed:
+                    return
+                if error.errno not in PASSING:
+                    LOG.error("%s: nobody can connect any more: %s", self._name, error)
                     return
                 LOG.warning("%s: a connection was not accepted: %s", self._name, error)
                 time.sleep(_AGAIN_S)

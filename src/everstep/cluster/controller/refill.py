@@ -76,33 +76,24 @@ class Refill:
         self._closed.set()
 
     def _fill(self, dead: str, place: _Place) -> None:
-        waiting = False  # there was no room, and that was told
         try:
             while place.tries < self._attempts:
                 delay = min(LONGEST_DELAY_S, self._backoff_s * 2 ** (place.tries - 1)) if place.tries else 0.0
-                delay = max(delay, self._backoff_s if waiting else 0.0)
                 if self._closed.wait(delay):
                     return
                 place.tries += 1
-                if not waiting:
-                    self._starter.note("restart", after=dead, attempt=place.tries)
+                self._starter.note("restart", after=dead, attempt=place.tries)
                 try:
-                    worker = self._starter.start_in_place_of(dead)
-                except NoRoom as none:  # for how long there is none is nobody's fault
-                    place.tries -= 1
-                    if not waiting:
-                        self._starter.note("no_room", after=dead, why=str(none))
-                    waiting = True
-                    continue
+                    worker = self._start_once_there_is_room(dead, max(delay, self._backoff_s))
                 except EverstepError as error:
-                    waiting = False
                     if not self._closed.is_set():
                         self._starter.note("error", error=type(error).__name__, message=f"no process in the place of {dead}: {error}")
                     continue
                 except Exception as error:  # the end of a thread: the place would be lost without a word
-                    waiting = False
                     self._starter.note("error", error=type(error).__name__, message=f"no process in the place of {dead}: {error}")
                     continue
+                if worker is None:
+                    return
                 place.since = time.monotonic()
                 with self._lock:
                     self._places[worker] = place
@@ -116,3 +107,16 @@ class Refill:
         finally:
             with self._lock:
                 self._pending.discard(dead)
+
+    def _start_once_there_is_room(self, dead: str, every_s: float) -> str | None:
+        """For how long there is none is nobody's fault: that is one try. None if nothing is to be started any more."""
+        told = False
+        while True:
+            try:
+                return self._starter.start_in_place_of(dead)
+            except NoRoom as none:
+                if not told:
+                    self._starter.note("no_room", after=dead, why=str(none))
+                told = True
+            if self._closed.wait(every_s):
+                return None

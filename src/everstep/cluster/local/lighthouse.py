@@ -101,7 +101,7 @@ class Lighthouse:
 
     def close(self, status: str = "interrupted") -> None:
         """End the run that it serves, if any."""
-        self._stop_listening()
+        self._door.close()
         if self.run:
             self.run.close(status)
 
@@ -115,9 +115,6 @@ class Lighthouse:
         while self.run and not self.run.ended and time.monotonic() < end:
             time.sleep(0.01)
         return not self.run or bool(self.run.ended)
-
-    def _stop_listening(self) -> None:
-        self._door.close()
 
     # -- connections -----------------------------------------------------------------------------------------------------
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 #: Weights are handed to vLLM in buckets of about this size.
 BUCKET_BYTES = 256 << 20
-#: Matrices that are one in vLLM's models.
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+#: Matrices that are one in vLLM's models, and what it calls that.
+_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 #: Steps in which vLLM finishes what was under way when its requests were cancelled (asynchronous scheduling).
 _DRAIN_STEPS = 8
 
@@ -265,7 +265,7 @@ def _layer(name: str) -> str:
     if found:
         return f"{experts}.experts"
     stem, _, matrix = module.rpartition(".")
-    return f"{stem}.{next((f'{fused[0]}...' for fused in _FUSED if matrix in fused), matrix)}"
+    return f"{stem}.{_FUSED.get(matrix, matrix)}"  # the others keep their names
 
 
 def _seed(seed: int, sample: str, made: int) -> int:

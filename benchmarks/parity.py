@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ EXPERTS: dict[str, Any] = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [1],
     "output_router_logits": True, "router_aux_loss_coef": 0.02,
 }  # fmt: skip
-WORLD_DEADLINE_S, RUN_DEADLINE_S = 420.0, 180.0
+WORLD_DEADLINE_S, RUN_DEADLINE_S = 900.0, 240.0
 
 
 @dataclass(frozen=True)
@@ -301,15 +302,23 @@ def run_engine(rows: Sequence[Row], folder: Path) -> Iterator[Outcome]:
 # ------------------------------------------------------------------ through the launchers
 
 
-def run_launched(row: Row, folder: Path) -> Outcome:
-    """``everstep train`` as a user calls it; numbers from the metrics of its run."""
-    kind = "tiny-qwen3-moe" if row.moe else "tiny-qwen3"
-    model, run = folder / kind, folder / row.full_name.replace(" ", "-")
-    if not model.exists():
-        shutil.copytree(ROOT / "examples" / "models" / kind, model)
+def _model_of(moe: bool) -> str:
+    return "tiny-qwen3-moe" if moe else "tiny-qwen3"
+
+
+def make_models(folder: Path) -> None:
+    """The models of the examples, with as many layers as the rows need, in ``folder``."""
+    for moe in (False, True):
+        model = folder / _model_of(moe)
+        shutil.copytree(ROOT / "examples" / "models" / model.name, model)
         settings = json.loads((model / "config.json").read_text())
         settings |= {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS, "initializer_range": 0.1}
         (model / "config.json").write_text(json.dumps(settings))
+
+
+def run_launched(row: Row, folder: Path) -> Outcome:
+    """``everstep train`` as a user calls it; numbers from the metrics of its run."""
+    model, run = folder / _model_of(row.moe), folder / row.full_name.replace(" ", "-")
     overrides = [
         f"model.path={model}", f"run_dir={run}", f"launcher={row.how}", "device=cpu", "layout.replicas=1", f"sft.steps={STEPS}",
         "sft.samples_per_step=24", "train.micro_batch_size=" + ("null" if row.packed else "4"), "optimizer.schedule=constant", "optimizer.warmup_steps=0",
@@ -349,31 +358,27 @@ def compare(outcome: Outcome, reference: Outcome, tolerance: float) -> None:
         outcome.problem = f"differs from one rank by {outcome.error:.1e}"
 
 
-def measure(rows: Sequence[Row], tolerance: float) -> list[Outcome]:
-    """Run ``rows`` and their references."""
-    outcomes: list[Outcome] = []
-    say = lambda outcome: print(f"{outcome.row.full_name:60} {outcome.problem or 'done'} ({outcome.seconds:.1f} s)", flush=True)
-    with tempfile.TemporaryDirectory(prefix="everstep-parity-") as name:
+def measure(rows: Sequence[Row], tolerance: float, side_by_side: int) -> list[Outcome]:
+    """Run ``rows`` and their references: ``side_by_side`` runs at a time, since one that starts (imports, Ray) uses one core."""
+    engine, launched = ([row for row in rows if (row.how == "engine") == alone] for alone in (True, False))
+    with tempfile.TemporaryDirectory(prefix="everstep-parity-") as name, ThreadPoolExecutor(side_by_side) as pool:
         folder = Path(name)
-        engine = [row for row in rows if row.how == "engine"]
-        kinds = sorted({(row.lora, row.moe) for row in engine})
-        single = [Row("1 rank", {}, {}, lora, moe=moe) for lora, moe in kinds] + [row for row in engine if row.ranks == 1]
-        references: dict[tuple[bool, bool, bool], Outcome] = {}
-        for ranks in sorted({row.ranks for row in engine} | ({1} if engine else set())):
-            for outcome in run_engine(single if ranks == 1 else [row for row in engine if row.ranks == ranks], folder):
-                say(outcome)
-                if outcome.row.name == "1 rank":
-                    references[outcome.row.reference] = outcome
-                outcomes.append(outcome)
-        launched = [row for row in rows if row.how != "engine"]
+        if engine:
+            kinds = sorted({(row.lora, row.moe) for row in engine})
+            engine = [Row("1 rank", {}, {}, lora, moe=moe) for lora, moe in kinds] + engine
+        jobs = [pool.submit(lambda these: list(run_engine(these, folder)), [row for row in engine if row.ranks == ranks])
+                for ranks in sorted({row.ranks for row in engine})]  # fmt: skip
+        if launched:
+            make_models(folder)
         for lora, moe in sorted({(row.lora, row.moe) for row in launched}):
-            single = [Row("1 rank", {}, {}, lora, "local", moe)]
-            for row in single + [row for row in launched if (row.lora, row.moe) == (lora, moe)]:
-                outcome = run_launched(row, folder)
-                say(outcome)
-                if row.name == "1 rank":
-                    references[row.reference] = outcome
+            of_kind = [Row("1 rank", {}, {}, lora, "local", moe)] + [row for row in launched if (row.lora, row.moe) == (lora, moe)]
+            jobs += [pool.submit(lambda row: [run_launched(row, folder)], row) for row in of_kind]
+        outcomes: list[Outcome] = []
+        for job in jobs:
+            for outcome in job.result():
+                print(f"{outcome.row.full_name:60} {outcome.problem or 'done'} ({outcome.seconds:.1f} s)", flush=True)
                 outcomes.append(outcome)
+    references = {outcome.row.reference: outcome for outcome in outcomes if outcome.row.name == "1 rank"}
     for outcome in outcomes:
         compare(outcome, references[outcome.row.reference], tolerance)
     return outcomes
@@ -410,14 +415,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="rows whose full name, such as `engine LoRA TP2 PP2`, contains this")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference allowed")
+    parser.add_argument("--side-by-side", type=int, default=2, help="runs at a time; the deadlines are for as many as there are cores")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "parity.json", help="where the numbers go")
     parser.add_argument("--markdown", type=Path, help="also write the table as a page")
     chosen = parser.parse_args(arguments)
     rows = [row for row in all_rows() if chosen.only in row.full_name]
     if not rows:
         parser.error(f"no row contains {chosen.only!r}; they are: {', '.join(row.full_name for row in all_rows())}")
+    if chosen.side_by_side < 1:
+        parser.error("--side-by-side is at least 1")
     start = time.monotonic()
-    outcomes = measure(rows, chosen.tolerance)
+    outcomes = measure(rows, chosen.tolerance, chosen.side_by_side)
     about = circumstances("parity", arguments) | {"seconds": f"{time.monotonic() - start:.0f}"}
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     chosen.out.write_text(json.dumps({"about": about, "tolerance": chosen.tolerance, "rows": [asdict(o) for o in outcomes]}, indent=1))

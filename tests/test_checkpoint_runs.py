@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.runs import DEMO, ROOT, SFT, Finished, config, finish
+from tests.support.runs import DEMO, PPO, ROOT, SFT, Finished, config, finish
 from tests.test_faults import assert_invariants
 
 from everstep.checkpoint.choose import choose
@@ -59,7 +59,7 @@ PPO_RUN = [*EXACT, "faults=[]", "layout.replicas=2", "layout.pp=1", "layout.spar
 DPO_RUN = [*EXACT, "layout.replicas=2", "dpo.steps=10", "dpo.eval_every=5", "dpo.pairs_per_step=32", "train.micro_batch_size=16", "optimizer.decay_steps=10",
            "checkpoint.every_steps=2"]
 LORA_RUN = [*SFT_RUN, "lora.rank=4", "lora.targets=[qkv, fc1]", "lora.dropout=0.1"]
-PPO, DPO = (str(ROOT / "examples" / name) for name in ("ppo_kill.yaml", "dpo_sort.yaml"))
+DPO = str(ROOT / "examples" / "dpo_sort.yaml")
 LORA = "LoRA"
 RUNS = {SFT: SFT_RUN, DEMO: GRPO_RUN, PPO: PPO_RUN, DPO: DPO_RUN, LORA: LORA_RUN}
 

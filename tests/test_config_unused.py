@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.support.runs import DEMO, ROOT, config
+from tests.support.runs import DEMO, PPO, config
 
 from everstep.config import unused
 from everstep.config.check import check_plan
 from everstep.config.importing import translate
 from everstep.errors import ConfigError
-
-PPO = str(ROOT / "examples" / "ppo_kill.yaml")
 
 
 @pytest.mark.parametrize(

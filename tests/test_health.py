@@ -3,6 +3,7 @@ and `everstep doctor` on this machine."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -51,6 +52,15 @@ from everstep.telemetry.health import (
 def test_a_line_of_the_kernels_log(line: str, kind: str, severity: str, says: str) -> None:
     (sign,) = kernel_signs(["usb 1-1: new device", line, "eth0: Link is Up"], ours=True)
     assert (sign.kind, sign.severity) == (kind, severity) and says in sign.what
+
+
+def test_a_line_that_goes_on_is_as_old_as_its_beginning(tmp_path: Path, monkeypatch) -> None:
+    dmesg = tmp_path / "dmesg"
+    dmesg.write_text("#!/bin/sh\nprintf '[    1.5] one\\n   and more\\n[    2.5] two\\n   and more of it\\n'")
+    dmesg.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert kernel_log(after=1.5) == ["[    2.5] two", "   and more of it"] and kernel_log(after=newest_stamp()) == []
+    assert len(kernel_log()) == 4
 
 
 def test_old_lines_of_the_log_count_only_if_asked_for() -> None:
@@ -208,6 +218,7 @@ def test_a_machine_that_is_well(tmp_path: Path, capsys) -> None:
     assert code == (3 if told["state"] == "bad" else 0)
     states = {check["name"]: check["state"] for check in told["checks"]}
     assert [states[name] for name in ("matmul", "memory", "all-reduce", "disk")] == ["ok"] * 4, told
+    assert states["start"] in ("ok", "warning"), "a warning where no byte code is kept"
     measured = {name: value for check in told["checks"] for name, value in check["measured"].items()}
     assert min(measured[name] for name in ("tflops", "gb_per_s", "bus_gb_per_s", "write_mb_per_s")) > 0
     assert list(tmp_path.iterdir()) == [], "it leaves nothing behind"
@@ -215,10 +226,22 @@ def test_a_machine_that_is_well(tmp_path: Path, capsys) -> None:
 
 def test_what_is_over_makes_no_machine_unfit(monkeypatch) -> None:
     lines = ["eth0: NIC Link is Down", "nfs: server filer not responding, still trying", "Out of memory: Killed process 7 (python) total-vm:1kB"]
+    monkeypatch.setattr(doctor, "process_start", functools.partial(doctor.process_start, "json"))  # sooner
     monkeypatch.setattr(doctor, "kernel_log", lambda: lines)
     assert {f.name: f.state for f in doctor.examine("cpu", [], 1, 0.0)}["kernel log"] == "warning"
     monkeypatch.setattr(doctor, "kernel_log", lambda: [*lines, "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."])
     assert {f.name: f.state for f in doctor.examine("cpu", [], 1, 0.0)}["kernel log"] == "bad"
+
+
+def test_where_every_process_compiles_what_it_imports_it_is_told(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))  # nothing is compiled yet
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    found = doctor.process_start("everstep.config.schema")
+    assert found.state == "warning" and "compileall" in found.told and found.measured["compiled"] > 100
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE")
+    found = doctor.process_start("everstep.config.schema")
+    assert found.state == "ok" and found.measured["compiled"] == 0, "it is kept now"
+    assert doctor.guarded("start", "", lambda: doctor.process_start("everstep.nowhere")).state == "bad"
 
 
 @pytest.mark.parametrize("arguments", [["--seconds", "inf"], ["--seconds", "nan"], ["--processes", "0"], ["--device", "tpu"]])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.launchers import trained
-from tests.support.runs import QUIET, ROOT, Finished, command, config, finish, gone
+from tests.support.runs import PPO, QUIET, Finished, command, config, finish, gone
 from tests.test_exact import by_position
 from tests.test_faults import assert_invariants
 from transformers import AutoModelForTokenClassification
@@ -28,7 +28,6 @@ from everstep.telemetry.events import read_events
 
 pytestmark = [pytest.mark.timeout(300)]
 
-PPO = str(ROOT / "examples" / "ppo_kill.yaml")
 WARM, PER_ITERATION, ITERATIONS = 1, 4, 3  # an iteration: 2 steps of the actor, 2 of the critic
 FIRST = WARM + PER_ITERATION + 1           # first step of the second iteration: 6, 7 are the actor's, 8, 9 the critic's
 STEPS = WARM + PER_ITERATION * ITERATIONS

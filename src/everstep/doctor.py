@@ -14,6 +14,8 @@ import multiprocessing as mp
 import os
 import queue
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,6 +29,7 @@ from everstep.telemetry.health import Sign, gpu_signs, host_signs, kernel_log, k
 
 State = Literal["ok", "warning", "bad", "skipped"]
 _ALL_REDUCE_S = 60.0
+_START_S = 180.0
 _WORST: tuple[State, ...] = ("skipped", "ok", "warning", "bad")
 
 
@@ -54,6 +57,7 @@ def examine(device: str, folders: Sequence[str], processes: int = 2, seconds: fl
         found += [guarded("matmul", str(each), lambda d=each: matmul(d, seconds)), guarded("memory", str(each), lambda d=each: memory(d, seconds))]  # type: ignore[misc]
     count = processes if device == "cpu" else len(devices)
     found.append(guarded("all-reduce", f"{count} processes", lambda: all_reduce(device, count)))
+    found.append(guarded("start", "a rank's process", process_start))
     found += [guarded("disk", folder, lambda f=folder: disk(Path(f))) for folder in folders]  # type: ignore[misc]
     found.append(guarded("host", socket.gethostname(), lambda: _signs("host", socket.gethostname(), host_signs(folders), "memory and room on disks")))
     lines = kernel_log()
@@ -73,7 +77,7 @@ def guarded(name: str, device: str, check: Callable[[], Found]) -> Found:
     """A device that raises is unfit, and the others are examined all the same."""
     try:
         return check()
-    except (RuntimeError, OSError, ValueError, EverstepError) as error:
+    except (RuntimeError, OSError, ValueError, subprocess.TimeoutExpired, EverstepError) as error:
         return Found(name, device, "bad", f"{type(error).__name__}: {first_line(error)}", {})
 
 
@@ -156,6 +160,32 @@ def disk(folder: Path, nbytes: int = 64 << 20) -> Found:
         path.unlink(missing_ok=True)
     return Found("disk", str(folder), "ok" if same else "bad", f"{nbytes >> 20} MiB written, synced and read: {'the same' if same else 'not what was written'}",
                  {"write_mb_per_s": nbytes / wrote / 1e6, "read_mb_per_s": nbytes / read / 1e6})
+
+
+_IMPORTS = """
+import importlib, os, sys, time
+begun = time.perf_counter()
+importlib.import_module(sys.argv[1])
+took = time.perf_counter() - begun
+where = [getattr(vars(module).get("__spec__"), "cached", None) for module in list(sys.modules.values())]
+kept = [os.path.exists(path) for path in where if path]
+print(took, len(kept), kept.count(False))
+"""
+
+
+def process_start(module: str = "everstep.cluster.worker.worker") -> Found:
+    """How long a new rank's imports take, which every dead one's successor is waited for if there is no warm spare. A warning if Python keeps
+    no byte code of what it imports, as where PYTHONDONTWRITEBYTECODE is set and nothing was compiled when it was installed: it compiles all of
+    it again in each process, which doubles that time."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _IMPORTS, module], capture_output=True, text=True, timeout=_START_S)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1])
+    took, modules, compiled = (float(part) for part in done.stdout.split()[-3:])
+    told = f"imports of {modules:g} modules"
+    if slow := compiled > modules / 2:
+        why = "PYTHONDONTWRITEBYTECODE is set" if sys.flags.dont_write_bytecode else "their folders cannot be written"
+        told += f", {compiled:g} of which every process compiles anew ({why}): compile them once, with python -m compileall on site-packages"
+    return Found("start", "a rank's process", "warning" if slow else "ok", told, {"seconds": took, "compiled": compiled})
 
 
 def all_reduce(device: str, count: int, numel: int = 1 << 22) -> Found:

@@ -20,6 +20,7 @@ from everstep.telemetry.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "examples" / "grpo_sort.yaml")
+PPO = str(ROOT / "examples" / "ppo_kill.yaml")
 SFT = str(ROOT / "examples" / "sft_text.yaml")
 #: A dead process stays dead unless a test asks for more (tests/test_repair.py).
 QUIET = ["recovery.restart_attempts=0", "telemetry.progress=none", "telemetry.tensorboard=false", "device=cpu", f"model.path={ROOT}/examples/models/tiny-qwen3"]

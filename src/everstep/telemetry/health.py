@@ -108,8 +108,13 @@ def kernel_log(after: float = 0.0, timeout_s: float = 5.0) -> list[str]:
         done = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=timeout_s)
     except (OSError, subprocess.SubprocessError):
         return []
-    lines = done.stdout.splitlines()[-5000:] if done.returncode == 0 else []
-    return [line for line in lines if (stamp := _STAMP.match(line)) is None or float(stamp[1]) > after]
+    newer, newest = True, []
+    for line in done.stdout.splitlines()[-5000:] if done.returncode == 0 else []:
+        if stamp := _STAMP.match(line):
+            newer = float(stamp[1]) > after
+        if newer:  # a line without a stamp goes on with the one before it
+            newest.append(line)
+    return newest
 
 
 def newest_stamp() -> float:

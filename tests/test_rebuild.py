@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,3 +155,50 @@ def test_building_again_leaves_nothing_behind(layouts: list[Layout], deaths: lis
         steady = after[len(set(layouts)) :]
         assert (after[-1].heap_bytes - steady[0].heap_bytes) / (len(steady) - 1) < HEAP_BYTES_PER_LIFE, steady
         assert after[-1].resident_bytes - steady[0].resident_bytes < RESIDENT_BYTES, steady
+
+
+# -- a rank that leaves while it waits for others ------------------------------------------------------------------------------------
+
+
+def leave(rank: int, gone: int, killed: bool) -> tuple[float, int] | None:
+    """Seconds that it takes to close the groups in the middle of an agreement that ``gone`` is missing in, and the connections that are left. Gloo
+    passes values around a ring: two ranks of four hear of it at once, the one between them only when those two have closed their sockets."""
+    import psutil
+    import torch.distributed as dist
+
+    from everstep.engine.groups import close_groups, forget_frames
+    from everstep.recovery.replica import ReplicaWorld
+
+    join_world(rank, 4, "ring", timeout_s=60.0)
+    dist.barrier()
+    if rank == gone:
+        if killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(12.0)  # frozen; or its machine is gone, and nobody closes its sockets
+        return None
+    begun = time.monotonic()
+    kept: list[BaseException] = []  # as whoever tells the controller of it has it
+    try:
+        ReplicaWorld("0", 4, 60.0, lambda: time.monotonic() > begun + 0.5).agree((rank,), "nothing")
+    except ReplicaBroken as error:
+        kept.append(error)
+    forget_frames(kept[0])
+    begun = time.monotonic()
+    close_groups()
+    took = time.monotonic() - begun
+    connections = lambda: sum(c.status == "ESTABLISHED" for c in psutil.Process().net_connections("tcp"))
+    end = time.monotonic() + 10.0 * killed
+    while connections() and time.monotonic() < end:
+        time.sleep(0.01)
+    return took, connections()
+
+
+@pytest.mark.parametrize("gone", [3, 0])
+def test_of_a_ring_that_is_broken_everybody_leaves(gone: int) -> None:
+    left = [one for one in run_ranks(leave, 4, gone, True, join=False, may_die=(gone,)) if one]
+    assert len(left) == 3 and all(connections == 0 for _, connections in left), left
+
+
+def test_who_leaves_is_not_held_up_by_one_that_answers_nothing() -> None:
+    left = [one for one in run_ranks(leave, 4, 2, False, join=False) if one]
+    assert len(left) == 3 and all(took < 8.0 for took, _ in left), left

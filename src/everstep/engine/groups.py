@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import traceback
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,8 @@ from everstep.layout import Layout
 
 #: How long ``close_groups`` waits for the abort of NCCL communicators; they are left behind after that.
 ABORT_TIMEOUT_S = 30.0
+#: How long ``close_groups`` waits for gloo's destructors; what has not ended by then ends in the background.
+LET_GO_TIMEOUT_S = 2.0
 
 #: To be set before the replica's NCCL world is made: else the watchdog may end a whole process because a peer died or
 #: merely closed its groups first. What a failed collective means is the step transaction's decision.
@@ -61,7 +62,8 @@ def open_groups(layout: Layout) -> None:
 
 
 def close_groups() -> None:
-    """Drop every process group of this process, the replica's world included. Talks to nobody, so safe after a death.
+    """Drop every process group of this process, the replica's world included. Talks to nobody, so safe after a death; of a collective that is
+    still under way nobody is waited for, beyond ``LET_GO_TIMEOUT_S``.
 
     Gloo closes its sockets when the last reference to a group goes, and closed sockets are how the other ranks learn
     of a death; so the caller must have dropped its own references (models, optimizers, tracebacks) before.
@@ -73,12 +75,27 @@ def close_groups() -> None:
     _forget_remaining_groups()
     if dist.is_initialized():
         abort_groups()
+        groups = list(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
+        _let_go(groups)
     else:
         # A world that could not be made has taken a number, and the next one would not meet those of processes that began at 0.
         dist.distributed_c10d._world.group_count = 0
     _unwrap_excepthook()
     give_memory_back()
+
+
+def _let_go(groups: list[dist.ProcessGroup]) -> None:
+    """Drop these, which must be the last references. Gloo's destructor waits for a collective that still runs, and so for mates that have not
+    left it yet, or whose machine is gone without a word: on a thread each, that nobody is held up."""
+    threads = []
+    while groups:
+        last = [groups.pop()]
+        threads.append(threading.Thread(target=last.clear, name="let-go", daemon=True))
+        threads[-1].start()
+    deadline = time.monotonic() + LET_GO_TIMEOUT_S
+    for thread in threads:
+        thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
 
 def give_memory_back() -> None:
@@ -130,9 +147,17 @@ def broken_replica(error: BaseException) -> ReplicaBroken | None:
     return None
 
 
-def forget_frames(trace: TracebackType | None) -> None:
-    """Clear the local variables that a traceback holds: they reference groups, and would keep their sockets open."""
-    traceback.clear_frames(trace)  # skips frames that are still running
+def forget_frames(error: BaseException) -> None:
+    """Clear the local variables that an exception, and those that it came from, hold by their tracebacks: they reference groups and what is
+    under way in them, and would keep their sockets open as long as anybody keeps the exception."""
+    seen: set[int] = set()
+    chain: list[BaseException | None] = [error]
+    while chain:
+        one = chain.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)  # skips frames that are still running
+            chain += [one.__cause__, one.__context__]
 
 
 def sum_over_replica(own: torch.Tensor) -> torch.Tensor:

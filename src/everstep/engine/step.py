@@ -91,7 +91,7 @@ def _inside(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate
             broken = groups.broken_replica(error)
             if broken is None:
                 raise
-            groups.forget_frames(error.__traceback__)
+            groups.forget_frames(error)
         raise broken
 
     return wrapped
@@ -160,7 +160,7 @@ class Engine:
             broken = groups.broken_replica(error)
             if broken is None:
                 raise
-            groups.forget_frames(error.__traceback__)
+            groups.forget_frames(error)
         else:
             self._reference: rank_state.ReferenceCopy | lora.AdapterReference | None = None
             return

@@ -72,10 +72,8 @@ from everstep.telemetry.events import EventLog
 
 LOG = logging.getLogger(__name__)
 
-CALL_PHASES = {  # what a rank says it does; other methods: "call"
-    "save_shard": "save", "generate": "rollout", "send_weights": "send", "form": "form", "logprobs": "logprobs",
-    "values": "values",
-}
+#: What a rank says it does; other methods: "call".
+CALL_PHASES = {"save_shard": "save", "generate": "rollout", "send_weights": "send", "form": "form", "logprobs": "logprobs", "values": "values"}
 STEPS = ("train_step", "train_round")  # they tell their phases themselves
 BROKEN_NOTICE_S = 5.0  # how long a failed collective waits for the coordinator to say that a rank is gone
 OUT_OF_MEMORY_STATUS = 12  # ENOMEM
@@ -158,7 +156,7 @@ class Worker:
             self._enter(formation)
         except Exception as error:  # of whatever library: told as what it means, once nothing of it is held any more
             failure = world.explained(error, formation.replica, lambda: self._look(formation)) if len(formation.workers) > 1 else error
-            forget_frames(error.__traceback__)  # the engine's, and with them its groups
+            forget_frames(error)  # the engine's, and with them its groups
         if failure is not None:
             self._state = self._transaction = self._links = self._formation = self._world_store = None
             close_groups()
@@ -261,9 +259,11 @@ class Worker:
         connect: Callable[[str, int], Link] = lambda name, me: Link(name, (0, 1), me, 0, self.store.open(), self.device, admission.SUM_S)
         return admission.examine(self.device, self.config.watch.admission_s, (link, end) if link else None, connect, alone)
 
-    def leave(self) -> None:
-        """Drop all groups, now: closed sockets are how ranks that still wait for this one learn that it left. A clean state
-        is kept for the next formation."""
+    def leave(self, after: BaseException | None = None) -> None:
+        """Drop all groups, now: closed sockets are how ranks that still wait for this one learn that it left. A clean state is kept for the
+        next formation. ``after``: what ended the call; its frames hold what this rank waited for, and with it the sockets."""
+        if after is not None:
+            forget_frames(after)
         state, links, formation, transaction = self._state, self._links, self._formation, self._transaction
         self._state = self._transaction = self._links = self._formation = None
         if links:
@@ -345,14 +345,14 @@ class Worker:
                 return function(*args, **kwargs)
         except ReplicaBroken as error:
             LOG.info("%s ended: %s", method, error)
-            self.leave()
+            self.leave(error)
             raise
         except Superseded:
             raise
         except EverstepError as error:
             LOG.warning("%s ended: %s: %s", method, type(error).__name__, error)
             if self.control.orphaned:
-                self.leave()
+                self.leave(error)
             raise
         except Exception as error:
             formation = self._formation
@@ -360,10 +360,10 @@ class Worker:
                 self._end(f"out of memory in {method}: {first_line(error)}")
             # RuntimeError and ValueError are what torch.distributed raises when a peer closed its connection.
             if formation and isinstance(error, RuntimeError | ValueError) and len(formation.workers) > 1 and self._wait_broken():
-                self.leave()
+                self.leave(error)
                 raise ReplicaBroken(f"replica {formation.replica}: {error} (in {method})") from error
             if self.control.orphaned:  # what a dead controller shared may be gone: the other ranks of the replica must not wait for me
-                self.leave()
+                self.leave(error)
             who = f"rank {formation.replica}/{formation.rank}" if formation else f"spare {self.worker_id}"
             what = f"step {getattr(args[0], 'step', args[0])}" if method in STEPS else method
             LOG.exception("%s failed in %s", who, what)

@@ -2,10 +2,11 @@
 
     python -m benchmarks.soak --faults 200 --seed 1
     python -m benchmarks.soak --faults 200 --seed 1 --run 17     only run 17 of that soak, again
+    python -m benchmarks.soak --faults 40 --shape "2 replicas x tp 2 pp 2"
 
 Every run is one of ``everstep train``: its recipe, controller, coordinator and workers, in real processes that are forked from one
-which has done the imports. What is run and what strikes it is a function of (seed, number of the run) alone: the layout (replicas of
-one rank, of two by tensor, pipeline, context or data parallelism), the mode of recovery, exact or not, and a schedule as ``everstep
+which has done the imports. What is run and what strikes it is a function of (seed, number of the run, --shape) alone: the layout (replicas
+of one rank, of two by tensor, pipeline, context or data parallelism, of four by two of them), the mode of recovery, exact or not, and a schedule as ``everstep
 chaos`` draws it. *When* within a phase a signal comes is up to the machine.
 
 A violation is: an invariant that the checker finds broken, a run that does not end (this ends the soak), a process left behind, somebody dead whom nobody
@@ -55,6 +56,8 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "2 replicas x pp 2": ("layout.replicas=2", "layout.pp=2", "layout.spares=3"),
     "2 replicas x cp 2": ("layout.replicas=2", "layout.cp=2", "layout.spares=3"),
     "2 replicas x dp 2": ("layout.replicas=2", "layout.dp=2", "layout.spares=3", "train.micro_batch_size=2"),
+    "2 replicas x tp 2 pp 2": ("layout.replicas=2", "layout.tp=2", "layout.pp=2", "engine.sequence_parallel=true", "layout.spares=4",
+                               "recovery.silence_s=5", "recovery.progress_timeout_s=8"),  # of eight ranks each gets a CPU less often
 }
 OFTEN = ("3 replicas", "3 replicas", "3 replicas", "4 replicas", "4 replicas", "2 replicas, both needed")  # these are quick
 MODES: dict[str, tuple[str, ...]] = {
@@ -91,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(args.runs or made)
         number = args.run if args.run is not None else 0
         while sum(r.faults for r in results) < args.faults:
-            result = one_run(args.seed, number, folder)
+            result = one_run(args.seed, number, folder, args.shape)
             results.append(result)
             bits = "bits equal" if result.compared else "bits not compared"
             print(f"run {number:>3}  {result.shape:<24} {result.mode:<14} {result.faults:>3} faults {result.deaths:>3} deaths "
@@ -119,6 +122,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run", type=int, help="only this one")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="only runs of this layout")
     parser.add_argument("--runs", help="keep the run folders here")
     parser.add_argument("--out", help="JSON file")
     args = parser.parse_args(arguments)
@@ -127,11 +131,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def plan(seed: int, number: int, folder: Path) -> tuple[str, str, Config]:
+def plan(seed: int, number: int, folder: Path, only: str | None = None) -> tuple[str, str, Config]:
     """(shape, mode, configuration with its schedule) of one run."""
     rng = random.Random(f"soak {seed} {number}")
     mode = rng.choice(sorted(MODES))
-    shape = rng.choice([*OFTEN, *sorted(SHAPES)])
+    shape = only or rng.choice([*OFTEN, *sorted(SHAPES)])
     config = _config(folder / f"run-{number}", *SHAPES[shape], *MODES[mode])
     kinds = sorted({rng.choice(KINDS) for _ in range(5)} | {"kill"})
     return shape, mode, with_schedule(config, rng.randrange(1 << 30), RATE, kinds, reckless=False)
@@ -146,8 +150,8 @@ def _config(folder: Path, *overrides: str) -> Config:
     ])  # fmt: skip
 
 
-def one_run(seed: int, number: int, folder: Path) -> Result:
-    shape, mode, config = plan(seed, number, folder)
+def one_run(seed: int, number: int, folder: Path, only: str | None = None) -> Result:
+    shape, mode, config = plan(seed, number, folder, only)
     result = Result(number, shape, mode)
     start = time.monotonic()
     failure = _train(config)

@@ -283,6 +283,10 @@ def test_a_stuck_kernel_is_told_from_a_stuck_device_and_from_a_stuck_process(mon
     mine.phase(5, "compute")
     pass_s(25)
     assert verdict() is None and now - view.read().device.caught_up <= 2 * ASK_S + 0.5
+    mine.phase(5, "vote")
+    pass_s(60)
+    assert verdict() is None, "the coordinator holds the step: too few replicas are there"
+    assert (asked := verdict(0.0)) and asked.what == "process", "where it is, whoever asks"
     mine.phase(6, "compute")
     gpu.free = False  # a kernel spins; the device answers
     pass_s(25)

@@ -146,7 +146,7 @@ def test_a_captured_pass_that_writes_to_the_column_of_its_capture_is_found(monke
         made, wanted = slots.advance(tokens), plain.advance(tokens)
         doubtful.append(slots.doubtful())
         if not any(doubtful):
-            torch.testing.assert_close(made, wanted, rtol=0.05, atol=0.02)
+            torch.testing.assert_close(made, wanted, rtol=0.05, atol=0.06 if dtype is torch.bfloat16 else 1e-3)  # bfloat16 rounds by what kernels a CPU has
     assert doubtful == [False, frozen, *[False] * 4], "told once, when the second token showed it"
     assert graphs.refused == frozen and ("writes keys and values to another place" in caplog.text) == frozen
 

@@ -6,7 +6,7 @@
     device       yes    an event on a stream of its own has not come back
     collective   no     it has been in one for a long time: the ones it waits for are to be looked at
     device       no     a kernel behind which an event was queued has not ended, and it is in no collective
-    process      no     none of these: its main thread has not left its phase, while all around it is well
+    process      no     none of these: its main thread has not left its phase (but vote), while all around it is well
     ===========  =====  ========================================================================================================
 
 What is sure is told at once. The others are so as well when a whole run is slow, and which rank is at fault is for the coordinator to find, who
@@ -59,6 +59,8 @@ def explain(reading: Reading, state: str, waits_in: str, now: float, after_s: fl
     kernel_s = now - device.queued
     if device.queued > device.caught_up and kernel_s > max(suspect_s, after_s):
         return Stuck("device", False, f"a kernel that it started has not ended for {kernel_s:.1f} s, and it is in no collective", kernel_s)
+    if at.phase == "vote" and suspect_s:
+        return None  # it waits for the coordinator, which holds a step as long as too few replicas are there
     there_s = now - max(at.since, last.done)
     if there_s > suspect_s:
         return Stuck("process", False, f"its main thread has been in {at.phase} of step {at.step} for {there_s:.1f} s; its threads and its device answer", there_s)

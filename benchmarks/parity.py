@@ -56,11 +56,12 @@ class Row:
     how: str = "engine"
     moe: bool = False
     packed: bool = False
+    aux: bool = True  # with the experts' auxiliary loss, which is one of a micro-batch: packing cuts other micro-batches
 
     @property
-    def reference(self) -> tuple[bool, bool, bool]:
+    def reference(self) -> tuple[bool, bool, bool, bool]:
         """What its reference is of: the one-rank row that has the same."""
-        return self.how == "engine", self.lora, self.moe
+        return self.how == "engine", self.lora, self.moe, self.aux
 
     @property
     def ranks(self) -> int:
@@ -72,7 +73,11 @@ class Row:
 
     @property
     def full_name(self) -> str:
-        return f"{self.how} {'MoE ' if self.moe else ''}{'LoRA' if self.lora else 'full'} {self.name}"
+        return f"{self.how} {self.model}{'LoRA' if self.lora else 'full'} {self.name}"
+
+    @property
+    def model(self) -> str:
+        return ("MoE " if self.aux else "MoE without auxiliary loss ") if self.moe else ""
 
 
 @dataclass
@@ -178,7 +183,7 @@ def all_rows() -> list[Row]:
     rows += [Row(f"packed {n}", layout, engine, lora, packed=True) for lora in (False, True) for n, layout, engine in PACKED]
     rows += [Row(name, layout, engine, moe=True) for name, layout, engine in MOE]
     rows += [Row(name, layout, engine, lora=True, moe=True) for name, layout, engine in MOE if name in ("DP2 EP2", "DP2 EP2 TP2 SP PP2")]
-    rows += [Row("packed DP2 EP2 TP2 SP", {"dp": 2, "ep": 2, "tp": 2}, SP, moe=True, packed=True)]
+    rows += [Row("packed DP2 EP2 TP2 SP", {"dp": 2, "ep": 2, "tp": 2}, SP, moe=True, packed=True, aux=False)]
     ways = [(lora, how) for lora in (False, True) for how in ("local", "ray")]
     rows += [Row(name, layout, {}, lora, how) for lora, how in ways for name, layout in LAUNCHED]
     rows += [Row("packed DP2 TP2 PP2", {"dp": 2, "tp": 2, "pp": 2}, {}, lora, how, packed=True) for lora, how in ways]
@@ -228,7 +233,7 @@ def train(row: Row, rank: int) -> tuple[list[float], list[float]]:
     model = Qwen3MoeConfig(**sizes, **EXPERTS) if row.moe else Qwen3Config(**sizes)
     config = Config(
         recipe="sft", model={"path": "unused"}, data={"source": "unused"}, engine=row.engine, lora=LORA if row.lora else {},
-        train={"tokens_per_micro_batch": 40} if row.packed else {},
+        train={"tokens_per_micro_batch": 40} if row.packed else {}, moe={} if row.aux else {"aux_loss_coef": 0.0},
     )  # fmt: skip
     layout = Layout(**row._sizes)
     engine = Engine(config, model, layout.position(rank), layout, torch.device("cpu"))
@@ -364,8 +369,8 @@ def measure(rows: Sequence[Row], tolerance: float, side_by_side: int) -> list[Ou
     with tempfile.TemporaryDirectory(prefix="everstep-parity-") as name, ThreadPoolExecutor(side_by_side) as pool:
         folder = Path(name)
         if engine:
-            kinds = sorted({(row.lora, row.moe) for row in engine})
-            engine = [Row("1 rank", {}, {}, lora, moe=moe) for lora, moe in kinds] + engine
+            kinds = sorted({(row.lora, row.moe, row.aux) for row in engine})
+            engine = [Row("1 rank", {}, {}, lora, moe=moe, aux=aux) for lora, moe, aux in kinds] + engine
         jobs = [pool.submit(lambda these: list(run_engine(these, folder)), [row for row in engine if row.ranks == ranks])
                 for ranks in sorted({row.ranks for row in engine})]  # fmt: skip
         if launched:
@@ -389,7 +394,7 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
     for o in outcomes:
         numbers = [f"{o.losses[-1]:.6f}", f"{o.norms[-1]:.6f}", f"{o.error:.1e}"] if o.losses and o.norms else ["", "", ""]
         what = "reference" if o.row.name == "1 rank" and not o.problem else o.problem or "equal"
-        trained = ("MoE, " if o.row.moe else "") + ("LoRA" if o.row.lora else "full")
+        trained = o.row.model + ("LoRA" if o.row.lora else "full")
         lines.append(f"| {o.row.how} | {o.row.name} | {o.row.ranks} | {trained} | {' | '.join(numbers)} | {what} |")
     return lines
 
@@ -402,7 +407,7 @@ the table has the largest difference of the ten. `engine`: the engine alone, dis
 `local`, `ray`: the whole of `everstep train` under that launcher. Packed: samples of different lengths in rows of a token
 budget, without padding; their reference is not packed. Chunks of 7: logits of 7 tokens at a time. TP tensor, SP sequence, PP pipeline,
 VPP chunks per pipeline rank, CP context, DP inner data, EP expert parallelism. MoE: a Qwen3-MoE model (8 experts, 3 or 2 of which take a
-token, one of the engine's 8 layers dense) with an auxiliary loss, which is part of the norms.
+token, one of the engine's 8 layers dense) with an auxiliary loss, which is part of the norms; packed without one, since it is a micro-batch's.
 
 Measured {date} on {machine}, with {versions}, in {seconds} s
 (load average at the end {load}), by `{command}`, which ends with an error if a row differs.

@@ -19,8 +19,7 @@ def environment(**more: str) -> dict[str, str]:
     """The environment of a process that a benchmark starts: finds this repository, one thread per process, byte code is kept (else every process
     compiles all that it imports, and who starts more processes looks slower for it); ``more`` has the last word."""
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **more}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "", **more}
 
 
 def circumstances(benchmark: str, arguments: Sequence[str] | None = None, more: Sequence[str] = ()) -> dict[str, str]:

@@ -365,19 +365,16 @@ def compare(outcome: Outcome, reference: Outcome, tolerance: float) -> None:
 
 def measure(rows: Sequence[Row], tolerance: float, side_by_side: int) -> list[Outcome]:
     """Run ``rows`` and their references: ``side_by_side`` runs at a time, since one that starts (imports, Ray) uses one core."""
+    kinds = sorted({row.reference for row in rows})
+    rows = [Row("1 rank", {}, {}, lora, "engine" if alone else "local", moe, aux=aux) for alone, lora, moe, aux in kinds] + list(rows)
     engine, launched = ([row for row in rows if (row.how == "engine") == alone] for alone in (True, False))
     with tempfile.TemporaryDirectory(prefix="everstep-parity-") as name, ThreadPoolExecutor(side_by_side) as pool:
         folder = Path(name)
-        if engine:
-            kinds = sorted({(row.lora, row.moe, row.aux) for row in engine})
-            engine = [Row("1 rank", {}, {}, lora, moe=moe, aux=aux) for lora, moe, aux in kinds] + engine
-        jobs = [pool.submit(lambda these: list(run_engine(these, folder)), [row for row in engine if row.ranks == ranks])
-                for ranks in sorted({row.ranks for row in engine})]  # fmt: skip
         if launched:
             make_models(folder)
-        for lora, moe in sorted({(row.lora, row.moe) for row in launched}):
-            of_kind = [Row("1 rank", {}, {}, lora, "local", moe)] + [row for row in launched if (row.lora, row.moe) == (lora, moe)]
-            jobs += [pool.submit(lambda row: [run_launched(row, folder)], row) for row in of_kind]
+        jobs = [pool.submit(lambda these: list(run_engine(these, folder)), [row for row in engine if row.ranks == ranks])
+                for ranks in sorted({row.ranks for row in engine})]  # fmt: skip
+        jobs += [pool.submit(lambda row: [run_launched(row, folder)], row) for row in launched]
         outcomes: list[Outcome] = []
         for job in jobs:
             for outcome in job.result():

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="session")
@@ -27,9 +23,9 @@ def ray_cluster():
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
     """The examples' tiny models, with dropout in their attention: the one without experts, and beside it the one with."""
+    from tests.support.models import like_example
+
     folder = tmp_path_factory.mktemp("models")
     for name in ("tiny-qwen3", "tiny-qwen3-moe"):
-        shutil.copytree(ROOT / "examples" / "models" / name, folder / name)
-        described = json.loads((folder / name / "config.json").read_text())
-        (folder / name / "config.json").write_text(json.dumps(described | {"attention_dropout": 0.1}))
+        like_example(folder / name, name, attention_dropout=0.1)
     return folder / "tiny-qwen3"

@@ -7,12 +7,11 @@ mode the final weights are, to the last bit, those of a run in which nobody died
 from __future__ import annotations
 
 import dataclasses
-import json
-import shutil
 from pathlib import Path
 
 import pytest
-from tests.support.runs import DEMO, PPO, ROOT, SFT, Finished, config, finish, gone
+from tests.support.models import like_example
+from tests.support.runs import DEMO, PPO, SFT, Finished, config, finish, gone
 from tests.test_exact import BASE, Row, by_position
 from tests.test_faults import assert_invariants
 
@@ -79,13 +78,6 @@ def test_training_survives_and_no_bit_changes(job: Job, model: Path, tmp_path: P
     assert gone(run.pids)
 
 
-def of_four_layers(folder: Path) -> Path:
-    shutil.copytree(ROOT / "examples" / "models" / "tiny-qwen3", folder)
-    described = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(described | {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}))
-    return folder
-
-
 LEARNING = [
     "recovery.exact=true", "warmup.steps=1", "warmup.samples_per_step=32", "rl.iterations=3", "rl.prompts_per_step=8", "rl.samples_per_prompt=4",
     "rl.eval_every=0", "rl.eval_before=false", "data.eval_source=null", "train.micro_batch_size=4", "rollout.samples_per_batch=8",
@@ -103,7 +95,7 @@ def learn(file: str, steps: int, folder: Path, *overrides: str) -> Finished:
 
 def test_grpo_of_one_replica_of_tp2_pp4_survives_a_kill(tmp_path: Path) -> None:
     """It goes back to the last copy in memory, a rank behind; a spare reads the dead rank's from its buddy."""
-    path = of_four_layers(tmp_path / "model")
+    path = like_example(tmp_path / "model", num_hidden_layers=4, layer_types=["full_attention"] * 4)
     job = [f"model.path={path}", "layout.replicas=1", "layout.tp=2", "layout.pp=4", "engine.sequence_parallel=true", "rl.updates_per_pass=2"]
     run = learn(DEMO, 7, tmp_path / "run", *job, "layout.spares=1", f"faults=[{Row('compute', 0, rank=5, hold=False).fault()}]")
     assert [(d["replica"], d["rank"]) for d in run.kind("death")] == [(0, 5)]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support import launchers
+from tests.support.models import like_example
 from tests.support.runs import DEMO, ROOT, SFT, Finished, gone
 from transformers import AutoModelForCausalLM
 
@@ -362,14 +363,8 @@ def test_a_resumed_run_ends_with_every_bit_of_an_uninterrupted_one(tmp_path):
 @pytest.mark.parametrize("launcher", BOTH)
 def test_every_part_of_the_model_is_synchronised(launcher, shape, tmp_path):
     """Under each inner layout the global weights are those of the plain one, within rounding, and every one of them moved."""
-    made = tmp_path / "deep"
-    made.mkdir()
-    tiny = Path(__file__).parents[1] / "examples" / "models" / "tiny-qwen3"
-    for file in tiny.iterdir():
-        (made / file.name).write_bytes(file.read_bytes())
-    described = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(described | {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}))
-    names = {"deep": str(made), "moe": str(tiny.with_name("tiny-qwen3-moe"))}
+    deep = like_example(tmp_path / "deep", num_hidden_layers=4, layer_types=["full_attention"] * 4)
+    names = {"deep": str(deep), "moe": str(Path(__file__).parents[1] / "examples" / "models" / "tiny-qwen3-moe")}
     shape = [s.format(**names) if "{" in s else s for s in shape]
     run = trained(tmp_path / "cut", *DILOCO, *shape, "checkpoint.at_end=true", launcher=launcher)
     assert_sound(run)

@@ -167,7 +167,7 @@ import importlib, os, sys, time
 begun = time.perf_counter()
 importlib.import_module(sys.argv[1])
 took = time.perf_counter() - begun
-where = [getattr(vars(module).get("__spec__"), "cached", None) for module in list(sys.modules.values())]
+where = [getattr(vars(module).get("__spec__"), "cached", None) for module in list(sys.modules.values())]  # some have no spec, or no file
 kept = [os.path.exists(path) for path in where if path]
 print(took, len(kept), kept.count(False))
 """
@@ -183,7 +183,7 @@ def process_start(module: str = "everstep.cluster.worker.worker") -> Found:
     took, modules, compiled = (float(part) for part in done.stdout.split()[-3:])
     told = f"imports of {modules:g} modules"
     if slow := compiled > modules / 2:
-        why = "PYTHONDONTWRITEBYTECODE is set" if sys.flags.dont_write_bytecode else "their folders cannot be written"
+        why = "PYTHONDONTWRITEBYTECODE is set" if os.environ.get("PYTHONDONTWRITEBYTECODE") else "their folders cannot be written"
         told += f", {compiled:g} of which every process compiles anew ({why}): compile them once, with python -m compileall on site-packages"
     return Found("start", "a rank's process", "warning" if slow else "ok", told, {"seconds": took, "compiled": compiled})
 

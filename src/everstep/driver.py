@@ -85,7 +85,7 @@ def launch(config: Config | str | os.PathLike[str], overrides: Sequence[str] = (
     try:
         run_dir, chosen, events, entry = _enter(config, clean, launcher, watching)
         group = _start_group(config, launcher, run_dir, events, None, entry)
-    except BaseException:
+    except BaseException:  # Ctrl-C, too: nothing that watches outlives a start that failed
         watching.close()
         raise
     group.closing.callback(watching.close)
@@ -94,7 +94,7 @@ def launch(config: Config | str | os.PathLike[str], overrides: Sequence[str] = (
     if chosen.path:
         try:
             group.load(chosen.path)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: ranks are not left behind
             group.close("failed")
             raise
     return group
@@ -158,7 +158,7 @@ def _run(
             run_dir, chosen, events, log = _enter_again(config, watching)
         else:
             run_dir, chosen, events, entry = _enter(config, clean, launcher, watching)
-    except BaseException:
+    except BaseException:  # Ctrl-C, too: as above
         watching.close()
         raise
     lead = events is not None or (entry is not None and entry.head is not None)  # or may come to be it
@@ -304,7 +304,7 @@ def _enter_again(config: Config, watching: Watching) -> tuple[RunDir, Chosen, Ev
     try:
         watching.begin(run_dir, own_log=True)
         return run_dir, Chosen("attach"), EventLog(run_dir.events / "lead.jsonl", "lead", watching.alerts.offer), log
-    except BaseException:
+    except BaseException:  # Ctrl-C, too: the log is held by nobody then
         log.close()
         raise
 

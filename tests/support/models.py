@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +44,14 @@ def tiny_config(family: str, *, tied: bool = False, **changes: Any) -> Any:
     if family == "mixtral":
         settings |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     return kinds[family](**{**settings, **changes})
+
+
+def like_example(folder: Path, name: str = "tiny-qwen3", **changes: Any) -> Path:
+    """``folder``, made: the model of the examples, tokenizer and all, with ``changes`` of its configuration."""
+    shutil.copytree(Path(__file__).parents[2] / "examples" / "models" / name, folder)
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | changes))
+    return folder
 
 
 @dataclass(frozen=True)

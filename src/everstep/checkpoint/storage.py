@@ -102,7 +102,7 @@ def storage_errors(doing: str, path: Path) -> Iterator[None]:
         yield
     except EverstepError:
         raise
-    except Exception as error:
+    except Exception as error:  # a fault boundary: storage libraries' errors have no common type
         if is_local(path) and not isinstance(error, OSError | SafetensorError):
             raise  # a bug; of remote storage every library has errors of its own
         number, looks = error.errno if isinstance(error, OSError) else None, doing in ("reading", "looking at")

@@ -73,7 +73,7 @@ class Bridge:
             _ip("link", "set", self._name, "alias", f"{_OWNER}{os.getpid()}")
             _ip("addr", "add", f"{self.address}/24", "dev", self._name)
             _ip("link", "set", self._name, "up")
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: the interface goes
             self.close()
             raise
 

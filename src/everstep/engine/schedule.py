@@ -134,7 +134,7 @@ def _nothing_left_of_a_failed_backward() -> Iterator[None]:
         earlier = torch.zeros(1, device="cpu", requires_grad=True).clone()
     try:
         yield
-    except BaseException:
+    except BaseException:  # whatever it is, it is raised again
         earlier.backward()  # type: ignore[no-untyped-call]
         raise
 

@@ -87,7 +87,7 @@ def _inside(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate
             if self._aborted or (self._beside is not None and self._beside._aborted):  # NCCL work reports success after an abort
                 raise ReplicaBroken("the replica's groups were aborted")
             return result
-        except Exception as error:
+        except Exception as error:  # of whatever library: is a peer gone?
             broken = groups.broken_replica(error)
             if broken is None:
                 raise
@@ -156,7 +156,7 @@ class Engine:
                     },
                     device,
                 )
-        except Exception as error:
+        except Exception as error:  # as above
             broken = groups.broken_replica(error)
             if broken is None:
                 raise

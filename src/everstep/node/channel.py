@@ -177,7 +177,7 @@ class _Agent:
             sock.settimeout(None)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))  # a frozen coordinator stops no look
             wire.send(sock, {"token": token, "agent": self._spec.node, "pid": os.getpid(), "sees": self._sees})
-        except BaseException:
+        except BaseException:  # no connection is left open behind whatever went wrong
             sock.close()
             raise
         return sock

@@ -109,7 +109,7 @@ class CommitLog:
             self.past = _past(entries)
             self.incarnation = self.past.incarnation + 1
             self._append({"kind": "open", "incarnation": self.incarnation, "takeover": takeover} | ({"run": run} if run and not takeover else {}))
-        except BaseException:
+        except BaseException:  # whatever went wrong, the lock is given back
             self.close()
             raise
 

@@ -97,7 +97,7 @@ class Control:
             wire.tune(sock)
             sock.settimeout(None)
             wire.send(sock, {"token": token, **self._said_first, **more})
-        except BaseException:
+        except BaseException:  # no connection is left open behind whatever went wrong
             sock.close()
             raise
         return sock
@@ -369,7 +369,7 @@ class Control:
             if answer["incarnation"] <= self._incarnation:
                 raise wire.Closed("it is the one that was obeyed before")
             sock.settimeout(None)
-        except BaseException:
+        except BaseException:  # as above
             sock.close()
             raise
         with self._send_lock:

@@ -187,7 +187,7 @@ class HealStream:
         def guarded(number: int) -> None:
             try:
                 work(number)
-            except BaseException as error:
+            except BaseException as error:  # of a thread: raised again on the one that waits for it
                 failures.append(error)
                 self._failed.set()
 

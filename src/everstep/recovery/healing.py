@@ -102,7 +102,7 @@ class Healing:
         stream = heal.HealStream(self._name(view, one), self._store, self._timeout_s, over)
         try:
             tensors = heal.open_state(stream.join(), self._state, one.version)
-        except BaseException:
+        except BaseException:  # the source must not wait for one that stopped reading
             stream.close()
             raise
         if tensors is None:

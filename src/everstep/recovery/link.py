@@ -59,7 +59,7 @@ class Link:
             self._group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
             try:
                 self._group.eager_connect_single_device(device)
-            except BaseException:
+            except BaseException:  # a communicator that is half made spins on the device
                 self.drop()
                 raise
         else:
@@ -276,7 +276,7 @@ def interruptible(build: Callable[[], Link], stop: Callable[[], bool], timeout_s
             if time.monotonic() > end:
                 raise LinkBroken(f"{what} was not formed in {timeout_s:g} s")
             thread.join(0.001)
-    except BaseException:
+    except BaseException:  # whatever ends the wait: what is built afterwards is dropped
         with lock:
             given_up.set()
             for link in result:

@@ -92,7 +92,7 @@ class CoordinatorServer(Desk):
         """Run a thread's loop: whatever ends it unexpectedly ends the run."""
         try:
             loop()
-        except Exception as error:
+        except Exception as error:  # the end of a thread: the run ends with its reason
             if not self._closed:
                 self._fail(WorkerFailed(f"the coordinator failed while {what}: {type(error).__name__}: {error}"))
 

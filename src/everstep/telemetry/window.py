@@ -121,7 +121,7 @@ class Mirror:
         try:
             (self.path / "events").mkdir()
             self._sync()
-        except BaseException:
+        except BaseException:  # the folder goes, whatever went wrong
             self.close()
             raise
 

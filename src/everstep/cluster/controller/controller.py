@@ -105,7 +105,7 @@ class Controller(InOnePlace, Verbs):
         self.dispatch_bytes, self.dispatch_seconds = 0, 0.0
         try:
             self._start(attach)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: processes are not left behind
             self.close()
             raise
 

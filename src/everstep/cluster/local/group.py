@@ -184,7 +184,7 @@ def _register(config: Config, clean: bool, env: environment.RankEnvironment, wat
     })
     try:
         said = head.register()
-    except BaseException:
+    except BaseException:  # Ctrl-C, too: the others learn that this one does not come
         if lighthouse:
             lighthouse.close("failed")
         raise

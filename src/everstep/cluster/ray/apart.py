@@ -40,7 +40,7 @@ class Apart:
                 self.address = start_head(self.token, self.folder, processes)
             if self._joined:
                 join_ray(self.address, **({"_node_ip_address": "127.0.0.1"} if own else {}))
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: a Ray of our own is not left behind
             self.close()
             raise
 

@@ -35,7 +35,7 @@ def rehearse(config: Config, hf_config: Any, device: torch.device, events: Event
     start = time.monotonic()
     try:
         _one_step(config, hf_config, device)
-    except Exception as error:
+    except Exception as error:  # whatever it is, a spare is as good without
         LOG.exception("the rehearsal failed")
         events.emit("error", error=type(error).__name__, message=f"a spare's rehearsal failed: {error}")
         return

@@ -354,7 +354,7 @@ class Worker:
             if self.control.orphaned:
                 self.leave(error)
             raise
-        except Exception as error:
+        except Exception as error:  # a fault boundary: told as what it means to the run
             formation = self._formation
             if out_of_memory(error):
                 self._end(f"out of memory in {method}: {first_line(error)}")

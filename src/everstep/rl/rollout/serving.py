@@ -54,7 +54,7 @@ class EngineWorker:
             return function(*args, **kwargs)
         except EverstepError:
             raise
-        except Exception as error:
+        except Exception as error:  # a fault boundary: the pool decides what it means
             raise WorkerFailed(f"rollout engine {self.worker_id} failed in {method}: {type(error).__name__}: {error}") from error
 
     def advance(self, new: Sequence[Pending], sampling: Sampling, tokens: int, moved: Sequence[str] = ()) -> Pieces:

@@ -19,7 +19,8 @@ from everstep.cluster.forked import ForkedHost
 from everstep.telemetry import diagnosis
 from everstep.telemetry.diagnosis import behind, kernel_view
 
-VICTIMS = {"hang": ("w1", 1, 6), "gil": ("w2", 2, 14), "stop": ("w0", 0, 22)}  # worker, replica, step
+#: Worker, replica, step. The run of 30 steps is over long before the last one, which is stopped, could be read from outside: it is waited for.
+VICTIMS = {"hang": ("w1", 1, 6), "gil": ("w2", 2, 14), "stop": ("w0", 0, 30)}
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +133,20 @@ def test_a_process_that_serves_no_interpreter_still_writes_its_stacks(tmp_path: 
         process.wait()
         process.stdout.close()
     assert kernel_view(process.pid) == {}
+
+
+def test_a_run_that_ends_waits_for_what_is_being_read_from_outside(tmp_path: Path) -> None:
+    told = []
+
+    def examine(worker: str, timeout_s: float, spy: bool) -> dict[str, str]:
+        time.sleep(1.5 if spy else 0.0)  # py-spy on a machine that is busy
+        return {"stacks": "all of them"} if spy else {}
+
+    diagnosis_of = diagnosis.Diagnosis(tmp_path, lambda w, n: None, lambda w, m: True, examine, lambda w: tmp_path / "none", lambda *what: told.append(what))
+    diagnosis_of.take("w0", "silent", 3, {"w0": {"replica": 0, "rank": 0, "step": 3, "phase": "compute", "since_s": 2.0}})
+    assert not told
+    diagnosis_of.close()
+    assert told == [(tmp_path / "step-000003-w0", "w0", 3)] and (tmp_path / "step-000003-w0" / "w0.stacks").read_text() == "all of them"
 
 
 def test_who_is_behind() -> None:

@@ -36,6 +36,7 @@ SIGNAL = signal.SIGUSR2
 WAIT_S = 1.0        # for what ranks write; survivors do not wait for it
 ANSWER_S = 0.2       # for the one that will be killed to write its stacks itself; then it gets the signal
 PY_SPY_S = 5.0       # for stacks that are read from outside
+LONGEST_S = WAIT_S + PY_SPY_S + 1.0  # for one diagnosis, whatever does not answer
 HEAD_START_S = 0.05  # in which all are asked before the others are told to go on without the rank
 
 # -- in a worker -----------------------------------------------------------------------------------------------------------------------
@@ -79,11 +80,12 @@ def _own_stacks() -> str:
 
 class Diagnosis:
     """``send(worker, signal)`` delivers a signal; ``order(worker, message)`` sends a message over the control channel; ``examine(worker,
-    timeout_s, spy)``: what its node says of it (:meth:`everstep.cluster.agents.Agents.examine`); ``stacks(worker)``: the file of its stacks; ``told(folder, worker)``: it is complete."""
+    timeout_s, spy)``: what its node says of it (:meth:`everstep.cluster.agents.Agents.examine`); ``stacks(worker)``: the file of its stacks;
+    ``told(folder, worker, step)``: it is complete."""
 
     def __init__(
         self, folder: Path, send: Callable[[str, int], None], order: Callable[[str, Mapping[str, Any]], bool],
-        examine: Callable[[str, float, bool], Mapping[str, Any]], stacks: Callable[[str], Path], told: Callable[[Path, str], None],
+        examine: Callable[[str, float, bool], Mapping[str, Any]], stacks: Callable[[str], Path], told: Callable[[Path, str, int], None],
     ):
         self._folder, self._send, self._order, self._examine, self._stacks, self._told = folder, send, order, examine, stacks, told
         self._running: dict[str, threading.Thread] = {}
@@ -97,8 +99,14 @@ class Diagnosis:
 
     def finish(self, worker: str) -> None:
         """Before this worker is killed: wait until what it can still tell is written, with a deadline."""
-        if thread := self._running.pop(worker, None):
-            thread.join(WAIT_S + PY_SPY_S + 1.0)
+        if thread := self._running.get(worker):
+            thread.join(LONGEST_S)
+
+    def close(self) -> None:
+        """The run ends: what was begun is finished first, with one deadline for all. A short run can end before a stopped process is read."""
+        end = time.monotonic() + LONGEST_S
+        for thread in list(self._running.values()):
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _take(self, worker: str, cause: str, step: int, whereabouts: Mapping[str, Mapping[str, Any]]) -> None:
         try:
@@ -110,8 +118,8 @@ class Diagnosis:
             (folder / "summary.json").write_text(to_json(summary))
             self._outside(folder, worker)
             self._await_stacks(folder, worker, whereabouts)
-            self._told(folder, worker)
-        except OSError as error:
+            self._told(folder, worker, step)
+        except (OSError, ValueError) as error:  # the log is closed, or full: the run ends
             LOG.warning("the diagnosis of %s could not be written: %s", worker, error)
 
     def _await_stacks(self, folder: Path, worker: str, whereabouts: Mapping[str, Any]) -> None:

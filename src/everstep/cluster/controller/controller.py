@@ -225,6 +225,7 @@ class Controller(InOnePlace, Verbs):
                 last_first.callback(self._saver.give_up)
             if self._ours:
                 last_first.callback(self._copies.close)
+            last_first.callback(self._watch.finish)
             self._store = None
 
     # -- verbs ---------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@ what each death was. The deciding is in :mod:`everstep.telemetry`; here it meets
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -43,8 +42,12 @@ class Watch:
         self._post_mortem = PostMortem(events, self._examine)
         self._diagnosis = Diagnosis(run_dir.path / "diagnosis", host.signal, self._order, self._look_into, self._stacks, self._diagnosed)
 
-    def close(self) -> None:
+    def finish(self) -> None:
+        """The run ends: while nodes and ranks can still be asked, what is being written of them is finished."""
+        self._diagnosis.close()
         self._post_mortem.close()
+
+    def close(self) -> None:
         self.agents.close()
 
     # -- deaths ----------------------------------------------------------------------------------------------------------------------
@@ -120,8 +123,6 @@ class Watch:
         number = worker.removeprefix("w")
         return (self._run_dir.rank_log(int(number)) if number.isdigit() else self._run_dir.engine_log(worker)).with_suffix(".stacks")
 
-    def _diagnosed(self, folder: Path, worker: str) -> None:
+    def _diagnosed(self, folder: Path, worker: str, step: int) -> None:
         replica, rank = self._place(worker)
-        server = self._server()
-        with contextlib.suppress(ValueError):  # the log was closed: the run has ended
-            self._events.emit("diagnosis", step=server.coordinator.committed + 1 if server else 0, replica=replica, rank=rank, worker=worker, path=str(folder))
+        self._events.emit("diagnosis", step=step, replica=replica, rank=rank, worker=worker, path=str(folder))

@@ -113,6 +113,10 @@ class ServedRun:
         coordinator = coordinator_of(config, self._log.incarnation)
         self._minimum = everybody if recovery.mode == "wait" else min(max(coordinator.min_replicas, min_replicas), everybody)  # to begin
         self._post_mortem = PostMortem(self._events, lambda info: self.agents.examine(info.host, info.worker_id, info.pid, EXAMINE_S))
+        self._diagnosis = Diagnosis(
+            run_dir.path / "diagnosis", self._signal, lambda w, message: self.server.order(w, dict(message)), self._look_into, self._stacks_of,
+            lambda folder, w, step: self._events.emit("diagnosis", step=step, replica=self._place_of(w)[0], rank=self._place_of(w)[1], worker=w, path=str(folder)),
+        )
         self._pace = Pace(config.watch, self._events, self._place_of)
         self.agents = Agents(config, run_dir, self._events, lambda worker: self.server.process_ended(worker))
         listener = Listener(
@@ -322,11 +326,12 @@ class ServedRun:
         self._events.emit("run_end", status=status)  # first: whoever ends us may not wait for the rest
         self._log.end()
         self.server.await_departures(LAST_WORDS_S)
+        self._diagnosis.close()
+        self._post_mortem.close()
         self._say(f"the run in {self.run_dir.path} is {status}" + (f": {self.failure}" if self.failure else ""))
         if self._watching:
             self._watching.close()
         self.agents.close()
-        self._post_mortem.close()
         self.server.close()
         self._events.close()
 
@@ -551,15 +556,10 @@ class ServedRun:
 
     def _before_kill(self, worker: str, cause: str) -> None:
         """A rank is silent or makes no progress: what all ranks do is written down."""
-        if not self.config.watch.diagnose:
-            return
-        step = self.server.coordinator.committed + 1
-        found = Diagnosis(
-            self.run_dir.path / "diagnosis", self._signal, lambda w, message: self.server.order(w, dict(message)), self._look_into, self._stacks_of,
-            lambda folder, w: self._events.emit("diagnosis", step=step, replica=self._place_of(w)[0], rank=self._place_of(w)[1], worker=w, path=str(folder)),
-        )
-        found.take(worker, cause, step, self.server.whereabouts())
-        found.finish(worker)
+        if self.config.watch.diagnose:
+            self._diagnosis.take(worker, cause, self.server.coordinator.committed + 1, self.server.whereabouts())
+            self._diagnosis.finish(worker)
+
 
     def _look_into(self, worker: str, timeout_s: float, spy: bool) -> dict[str, Any]:
         said = self.server.progress.get(worker)

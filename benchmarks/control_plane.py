@@ -189,6 +189,9 @@ def measure(ranks: int, per_replica: int, steps: int, kills: int, processes: int
             "ranks": len(flat), "replicas": replicas, "steps": steps, "record_bytes": statistics.median(sizes),
             "commit_all_s": _spread(last), "commit_first_s": _spread(first), "processor_s": _spread(processor), "view_s": _spread(views),
         }
+    except TimeoutError as error:
+        state = f"{server.coordinator.committed} steps are committed, {len(server.coordinator.votes)} votes are there, expelled: {dict(list(server.dead.items())[:3])}"
+        raise TimeoutError(f"{error}; {state}; {server.failure}") from error
     finally:
         for process, pipe in talkers:
             with contextlib.suppress(OSError):  # it has failed, and said why

@@ -20,7 +20,7 @@ from tests.support.processes import run_ranks
 from everstep.cluster.controller.repair import Repair
 from everstep.config.recovery_schema import RecoveryConfig
 from everstep.errors import BadInput, DeadlineExceeded, InvariantViolated, LinkBroken, RunEnded, WorkerFailed
-from everstep.recovery import heal
+from everstep.recovery import heal, wire
 from everstep.recovery.commitlog import CommitLog
 from everstep.recovery.control import Control
 from everstep.recovery.coordinator import Coordinator, State
@@ -240,6 +240,50 @@ def test_what_a_rank_says_is_judged_by_the_epoch_under_which_it_acts(tmp_path):
     assert heard.entries == [(1, "reduce", first.key), (1, "voted", first.key), (1, "begin", second.key), (1, "voted", second.key)]
     assert heard.begun == [first.key, second.key, None]
     server.close()
+
+
+def test_a_rank_that_reads_nothing_delays_nobody_and_misses_nothing(tmp_path):
+    """Frozen, then awake: what the kernel does not take at once waits on a thread of its own, and comes whole and in order."""
+    server, _ = serve(tmp_path)
+    frozen = socket.create_connection(server.address, timeout=20.0)
+    wire.send(frozen, {"token": "secret", "worker": "w0", "pid": 1, "host": "here"})
+    heard, control = [], connect(server, "w1")
+    control.on_order = lambda order: heard.append(order["number"])
+    assert until(lambda: server.connected("w0"))
+    begun = time.monotonic()
+    for number in range(200):
+        for worker in ("w0", "w1"):
+            assert server.order(worker, {"type": "fault", "number": number, "filler": "x" * 100_000})
+    assert until(lambda: heard == list(range(200)), 10.0) and time.monotonic() - begun < 10.0
+    assert sum("coordinator-to-w" in thread.name for thread in threading.enumerate()) == 1
+    incoming, numbers = wire.Reader(frozen), []
+    while len(numbers) < 200:
+        if (message := incoming.receive())["type"] == "fault":
+            numbers.append(message["number"])
+    assert numbers == list(range(200)) and until(lambda: not any("coordinator-to-w" in thread.name for thread in threading.enumerate()))
+    assert server.order("w0", {"type": "fault", "number": 200})
+    while (message := incoming.receive())["type"] != "fault":
+        pass
+    assert message["number"] == 200
+    frozen.close()
+    control.close()
+    server.close()
+
+
+def test_messages_are_read_whole_however_they_come():
+    ours, theirs = socket.socketpair()
+    ours.settimeout(0.1)
+    incoming, messages = wire.Reader(ours), [{"n": n, "filler": "x" * (n * 20_000)} for n in range(4)]
+    data = b"".join(map(wire.packed, messages))
+    theirs.sendall(data[:-7])
+    assert [incoming.receive() for _ in range(3)] == messages[:3]
+    with pytest.raises(TimeoutError):
+        incoming.receive()
+    theirs.sendall(data[-7:] + wire.packed({"n": 9})[:2])
+    assert incoming.receive() == messages[3]
+    theirs.close()
+    with pytest.raises(wire.Closed):
+        incoming.receive()
 
 
 def test_nonsense_on_the_channel_ends_the_run(tmp_path):

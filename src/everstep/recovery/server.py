@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import hmac
-import queue
 import socket
 import threading
 import time
@@ -26,24 +26,55 @@ COMING_UP_S = 30.0  # a process that starts loads libraries and claims its devic
 
 
 class _Session:
-    """One rank's connection: a reader thread and a writer thread, so that a frozen rank delays nobody else."""
+    """One rank's connection. What is put goes out at once, as much of it as the kernel takes; a thread writes the rest, so that a frozen rank delays
+    nobody else. Before :meth:`start` nothing goes out, after a failure nothing any more: the reader sees the same, and reports it."""
 
     def __init__(self, worker: str, sock: socket.socket):
         self.worker, self.sock = worker, sock
-        self.outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-
-    def write_loop(self) -> None:
-        while (message := self.outbox.get()) is not None:
-            try:
-                wire.send(self.sock, message)
-            except wire.Closed:
-                return  # the reader sees the same and reports it
+        self._lock = threading.Lock()
+        self._waiting: collections.deque[bytes] = collections.deque()
+        self._held = True  # before the start, and while a thread writes
+        self._broken = False
 
     def put(self, message: dict[str, Any]) -> None:
-        self.outbox.put(message)
+        with self._lock:
+            if not self._broken:
+                self._waiting.append(wire.packed(message))
+                self._flush()
+
+    def start(self) -> None:
+        with self._lock:
+            self._held = False
+            self._flush()
+
+    def _flush(self) -> None:
+        while self._waiting and not self._held:
+            data = self._waiting.popleft()
+            try:
+                sent = wire.send_what_fits(self.sock, data)
+            except wire.Closed:
+                self._broken = True
+                return
+            if sent < len(data):
+                self._waiting.appendleft(data[sent:])
+                self._held = True
+                threading.Thread(target=self._write, name=f"coordinator-to-{self.worker}", daemon=True).start()
+
+    def _write(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._held = False
+                    return
+                data = self._waiting.popleft()
+            try:
+                self.sock.sendall(data)
+            except OSError:
+                self._broken = True
+                return
 
     def close(self) -> None:
-        self.outbox.put(None)
+        self._broken = True
         with contextlib.suppress(OSError):  # already closed by the other end
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
@@ -131,10 +162,11 @@ class CoordinatorServer(Desk):
                     wire.send(sock, {"type": "over", "error": "ReplicaBroken", "message": f"worker {worker} was expelled: {self.dead[worker]}"})
             sock.close()
             return
-        threading.Thread(target=session.write_loop, name=f"coordinator-to-{worker}", daemon=True).start()
+        session.start()
+        incoming = wire.Reader(sock)
         try:
             while True:
-                self.receive(worker, wire.receive(sock))
+                self.receive(worker, incoming.receive())
         except wire.Closed as closed:
             with self._changed:
                 ours = self._sessions.get(worker) is session

@@ -7,6 +7,7 @@ in order, over one channel (docs/protocol.md, rule 6).
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
@@ -127,7 +128,7 @@ class View:
     def contributors(self) -> tuple[int, ...]:
         return tuple(r for r in self.replicas if r not in self.healing)
 
-    @property
+    @functools.cached_property
     def workers(self) -> frozenset[str]:
         return frozenset(w for m in self.members for w in m.workers)
 

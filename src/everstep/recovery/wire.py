@@ -16,6 +16,7 @@ import xxhash
 
 MAX_MESSAGE_BYTES = 64 << 20
 _HEADER = struct.Struct("!I")
+_READ_BYTES = 64 << 10
 
 
 class Closed(Exception):
@@ -26,28 +27,74 @@ class Shared(dict[str, Any]):
     """A message for many: encoded once. It must not change any more."""
 
     @functools.cached_property
-    def body(self) -> bytes:
+    def packed(self) -> bytes:
         return _encode(self)
 
 
 def _encode(message: dict[str, Any]) -> bytes:
-    return json.dumps(message, separators=(",", ":")).encode()
+    body = json.dumps(message, separators=(",", ":")).encode()
+    return _HEADER.pack(len(body)) + body
+
+
+def packed(message: dict[str, Any]) -> bytes:
+    """As it is sent."""
+    return message.packed if isinstance(message, Shared) else _encode(message)
 
 
 def send(sock: socket.socket, message: dict[str, Any]) -> None:
-    body = message.body if isinstance(message, Shared) else _encode(message)
     try:
-        sock.sendall(_HEADER.pack(len(body)) + body)
+        sock.sendall(packed(message))
+    except OSError as error:
+        raise Closed(str(error)) from error
+
+
+def send_what_fits(sock: socket.socket, data: bytes) -> int:
+    """Never blocks: the bytes that the kernel took."""
+    try:
+        return sock.send(data, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return 0
     except OSError as error:
         raise Closed(str(error)) from error
 
 
 def receive(sock: socket.socket) -> dict[str, Any]:
-    """Blocks until a whole message is there (or the socket's timeout, which the caller set, passes: TimeoutError)."""
-    (size,) = _HEADER.unpack(_exactly(sock, _HEADER.size))
+    """Blocks until a whole message is there (or the socket's timeout, which the caller set, passes: TimeoutError). Takes nothing of what follows it."""
+    return _decode(_exactly(sock, _size(_exactly(sock, _HEADER.size))))
+
+
+class Reader:
+    """As :func:`receive` for a connection on which nothing but messages comes: what has come together is taken with one call of the system."""
+
+    def __init__(self, sock: socket.socket):
+        self._sock, self._came = sock, bytearray()
+
+    def receive(self) -> dict[str, Any]:
+        while True:
+            if len(self._came) >= _HEADER.size and len(self._came) >= (end := _HEADER.size + _size(self._came)):
+                body = bytes(self._came[_HEADER.size : end])
+                del self._came[:end]
+                return _decode(body)
+            try:
+                part = self._sock.recv(_READ_BYTES)
+            except TimeoutError:  # what came of a message stays
+                raise
+            except OSError as error:
+                raise Closed(str(error)) from error
+            if not part:
+                raise Closed("connection closed")
+            self._came += part
+
+
+def _size(header: bytes | bytearray) -> int:
+    size: int = _HEADER.unpack_from(header)[0]
     if size > MAX_MESSAGE_BYTES:
         raise Closed(f"a message of {size} bytes is no message of ours")
-    message = json.loads(_exactly(sock, size))
+    return size
+
+
+def _decode(body: bytes) -> dict[str, Any]:
+    message = json.loads(body)
     if not isinstance(message, dict):
         raise Closed("a message must be an object")
     return message

@@ -24,6 +24,7 @@ from tests.support.replicas import free_ports
 from tests.support.runs import QUIET, ROOT, SFT, Finished, command
 from tests.test_lighthouse import BASE, calm, check  # noqa: F401
 
+from everstep.cluster.local.up import claim_ports
 from everstep.cluster.processes import still_running
 from everstep.telemetry import history
 from everstep.telemetry.events import read_events
@@ -37,6 +38,18 @@ def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
     """Starts at most one; nothing of it is left afterwards."""
     with contextlib.ExitStack() as started:
         yield lambda *overrides, **env: started.enter_context(Up(tmp_path, SFT, *ARGUMENTS, *overrides, **env))
+
+
+def test_two_that_start_at_once_take_different_ports() -> None:
+    """Both find them free: their lighthouses listen seconds later."""
+    first, claim = claim_ports(free_ports())
+    second, other = claim_ports(first)
+    assert second >= first + 3
+    claim.close()
+    third, again = claim_ports(first)
+    assert third == first
+    again.close()
+    other.close()
 
 
 @pytest.mark.full

@@ -119,7 +119,14 @@ def up(config: Config, program: Sequence[str], say: Callable[[str], None]) -> in
             "run everstep lighthouse on one of them and everstep train launcher=local replica.id=I on all, or unset the variable"
         )
     own = config.lighthouse.address or os.environ.get("TORCHFT_LIGHTHOUSE", "")
-    ports = Ports.parse(own) if own else Ports("127.0.0.1", free_ports(DEFAULT_PORT))
+    if own:
+        return _up(config, program, say, Ports.parse(own))
+    first, claim = claim_ports(DEFAULT_PORT)
+    with claim:
+        return _up(config, program, say, Ports("127.0.0.1", first))
+
+
+def _up(config: Config, program: Sequence[str], say: Callable[[str], None], ports: Ports) -> int:
     for port in range(ports.torchft, ports.torchft + 3):
         listen(ports.host, port, "of this machine with lighthouse.address or TORCHFT_LIGHTHOUSE").close()
     check_ports_of_replicas(config)
@@ -187,13 +194,19 @@ def lighthouse_command(config: Config, ports: Ports) -> list[str]:
     ]
 
 
-def free_ports(first: int) -> int:
-    """The first of three free ports, from ``first`` on. BadInput if there are none."""
+def claim_ports(first: int) -> tuple[int, socket.socket]:
+    """The first of three free ports, from ``first`` on, and what keeps others who call this from them until it is closed: free they are until the
+    lighthouse is up, which takes seconds. BadInput if there are none."""
     for base in range(first, first + 3000, 3):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0everstep-up-{base}")  # a name as ports are: of this network namespace, and gone with its process
             for port in range(base, base + 3):
-                held.enter_context(socket.create_server(("127.0.0.1", port)))
-            return base
+                socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            claim.close()
+            continue
+        return base, claim
     raise BadInput(f"no three free ports follow each other from {first} on; name some with lighthouse.address")
 
 

@@ -24,7 +24,6 @@ import secrets
 import selectors
 import socket
 import statistics
-import struct
 import tempfile
 import threading
 import time
@@ -43,7 +42,6 @@ from everstep.recovery.view import Kind, Member, Record
 from everstep.telemetry.events import EventLog
 
 PHASES = ("begin", "compute", "exchange", "reduce", "vote")
-_HEADER = struct.Struct("!I")
 _DEADLINE_S = 120.0
 
 
@@ -54,14 +52,14 @@ class Talkers:
         self._pipe, self._poll = pipe, selectors.DefaultSelector()
         self._sockets: dict[str, socket.socket] = {}
         self._position = dict(workers)
-        self._buffers: dict[str, bytearray] = {}
+        self._incoming: dict[str, wire.Reader] = {}
         self._last: dict[str, dict[str, Any]] = {}  # the newest record of each rank
         self._bases: dict[str, dict[str, Any]] = {}  # the view of its newest record that others are told by
         for worker, _ in workers:
             sock = socket.create_connection(address, timeout=60)
             wire.tune(sock)
             wire.send(sock, {"token": token, "worker": worker, "pid": os.getpid(), "host": "fake"})
-            self._sockets[worker], self._buffers[worker] = sock, bytearray()
+            self._sockets[worker], self._incoming[worker] = sock, wire.Reader(sock)
             self._poll.register(sock, selectors.EVENT_READ, worker)
         pipe.send("connected")
         while (order := pipe.recv()) is not None:
@@ -104,15 +102,12 @@ class Talkers:
             if time.monotonic() > end:
                 raise TimeoutError(f"{len(waiting)} ranks wait")
             for key, _ in self._poll.select(1.0):
-                worker, buffer = key.data, self._buffers[key.data]
-                data = key.fileobj.recv(1 << 20)  # type: ignore[union-attr]
-                if not data:
-                    raise ConnectionError(f"the coordinator closed {worker}")
-                buffer += data
-                while len(buffer) >= _HEADER.size and len(buffer) >= _HEADER.size + _HEADER.unpack_from(buffer)[0]:
-                    size = _HEADER.unpack_from(buffer)[0]
-                    message = json.loads(buffer[_HEADER.size : _HEADER.size + size])
-                    del buffer[: _HEADER.size + size]
+                worker, incoming = key.data, self._incoming[key.data]
+                try:
+                    incoming.read()
+                except wire.Closed as closed:
+                    raise ConnectionError(f"the coordinator closed {worker}") from closed
+                while (message := incoming.whole()) is not None:
                     if message["type"] == "record":
                         record = message["record"]
                         if record["base"] is not None:  # told by how it differs from the last view or commit

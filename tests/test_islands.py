@@ -364,7 +364,7 @@ def test_a_resumed_run_ends_with_every_bit_of_an_uninterrupted_one(tmp_path):
 def test_every_part_of_the_model_is_synchronised(launcher, shape, tmp_path):
     """Under each inner layout the global weights are those of the plain one, within rounding, and every one of them moved."""
     deep = like_example(tmp_path / "deep", num_hidden_layers=4, layer_types=["full_attention"] * 4)
-    names = {"deep": str(deep), "moe": str(Path(__file__).parents[1] / "examples" / "models" / "tiny-qwen3-moe")}
+    names = {"deep": str(deep), "moe": str(ROOT / "examples" / "models" / "tiny-qwen3-moe")}
     shape = [s.format(**names) if "{" in s else s for s in shape]
     run = trained(tmp_path / "cut", *DILOCO, *shape, "checkpoint.at_end=true", launcher=launcher)
     assert_sound(run)

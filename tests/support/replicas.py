@@ -22,18 +22,16 @@ from tests.support.runs import Finished
 
 from everstep.cluster.forked import context
 from everstep.cluster.local.torchrun import EXIT_DIR, final_report
+from everstep.cluster.local.up import claim_ports
 from everstep.config.schema import Config
 from everstep.telemetry.events import read_events
 
 
 def free_ports() -> int:
     """The first of three free ports, outside what the kernel gives to others."""
-    for base in range(20000 + os.getpid() % 9000, 32000, 3):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
-            for port in range(base, base + 3):
-                held.enter_context(socket.create_server(("127.0.0.1", port)))
-            return base
-    raise RuntimeError("no three free ports")
+    first, claim = claim_ports(20000 + os.getpid() % 9000)
+    claim.close()
+    return first
 
 
 def _log_to(path: Path) -> None:

@@ -70,20 +70,21 @@ class Reader:
         self._sock, self._came = sock, bytearray()
 
     def receive(self) -> dict[str, Any]:
-        while True:
-            if len(self._came) >= _HEADER.size and len(self._came) >= (end := _HEADER.size + _size(self._came)):
-                body = bytes(self._came[_HEADER.size : end])
-                del self._came[:end]
-                return _decode(body)
-            try:
-                part = self._sock.recv(_READ_BYTES)
-            except TimeoutError:  # what came of a message stays
-                raise
-            except OSError as error:
-                raise Closed(str(error)) from error
-            if not part:
-                raise Closed("connection closed")
-            self._came += part
+        while (message := self.whole()) is None:
+            self.read()
+        return message
+
+    def read(self) -> None:
+        """Blocks until something is there. After a TimeoutError what came of a message before stays."""
+        self._came += _some(self._sock, _READ_BYTES)
+
+    def whole(self) -> dict[str, Any] | None:
+        """The next message, if all of it was read."""
+        if len(self._came) < _HEADER.size or len(self._came) < (end := _HEADER.size + _size(self._came)):
+            return None
+        body = bytes(self._came[_HEADER.size : end])
+        del self._came[:end]
+        return _decode(body)
 
 
 def _size(header: bytes | bytearray) -> int:
@@ -122,17 +123,24 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
     parts = bytearray()
     while len(parts) < size:
         try:
-            part = sock.recv(size - len(parts))
+            parts += _some(sock, size - len(parts))
         except TimeoutError:
-            if parts:
-                continue  # in the middle of a message: the sender is alive and writing
-            raise
-        except OSError as error:
-            raise Closed(str(error)) from error
-        if not part:
-            raise Closed("connection closed")
-        parts += part
+            if not parts:
+                raise
+            # else in the middle of a message: the sender is alive and writing
     return bytes(parts)
+
+
+def _some(sock: socket.socket, most: int) -> bytes:
+    try:
+        part = sock.recv(most)
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise Closed(str(error)) from error
+    if not part:
+        raise Closed("connection closed")
+    return part
 
 
 def tune(sock: socket.socket) -> None:

@@ -560,7 +560,6 @@ class ServedRun:
             self._diagnosis.take(worker, cause, self.server.coordinator.committed + 1, self.server.whereabouts())
             self._diagnosis.finish(worker)
 
-
     def _look_into(self, worker: str, timeout_s: float, spy: bool) -> dict[str, Any]:
         said = self.server.progress.get(worker)
         return self.agents.examine(said.host, worker, said.pid, timeout_s, spy) if said else {}

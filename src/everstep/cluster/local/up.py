@@ -119,16 +119,18 @@ def up(config: Config, program: Sequence[str], say: Callable[[str], None]) -> in
             "run everstep lighthouse on one of them and everstep train launcher=local replica.id=I on all, or unset the variable"
         )
     own = config.lighthouse.address or os.environ.get("TORCHFT_LIGHTHOUSE", "")
-    if own:
-        return _up(config, program, say, Ports.parse(own))
-    first, claim = claim_ports(DEFAULT_PORT)
-    with claim:
-        return _up(config, program, say, Ports("127.0.0.1", first))
-
-
-def _up(config: Config, program: Sequence[str], say: Callable[[str], None], ports: Ports) -> int:
+    if not own:
+        first, claim = claim_ports(DEFAULT_PORT)
+        with claim:
+            return _up_at(Ports("127.0.0.1", first), config, program, say)
+    ports = Ports.parse(own)
     for port in range(ports.torchft, ports.torchft + 3):
         listen(ports.host, port, "of this machine with lighthouse.address or TORCHFT_LIGHTHOUSE").close()
+    return _up_at(ports, config, program, say)
+
+
+def _up_at(ports: Ports, config: Config, program: Sequence[str], say: Callable[[str], None]) -> int:
+    """As :func:`up`, with the lighthouse at ``ports``, which are free."""
     check_ports_of_replicas(config)
     launch = secrets.token_hex(16)
     secret = {environment.LIGHTHOUSE_TOKEN: os.environ.get(environment.LIGHTHOUSE_TOKEN) or secrets.token_hex(16)}

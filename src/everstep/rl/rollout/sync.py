@@ -94,7 +94,7 @@ def send(
             window.memory[place : place + piece.numel()].copy_(piece)
         about = [what | {"nbytes": piece.numel()} for what, piece in bucket]
         direct = [engine for engine, end in ends.items() if end.direct]
-        each(direct, _End.say, version, _text({"shown": about, "digest": _digest(window.memory[: _extent(about)])}))
+        each(direct, _End.say, version, _text({"shown": about, "digest": digest_of([window.memory[: _extent(about)]])}))
         each(direct, _take)
 
     each(streams, _greet, version, window)
@@ -251,7 +251,7 @@ def _copied(said: Mapping[str, Any], window: Tensor, begun: dict[str, Tensor], d
     something else than what was shown."""
     shown, complete = said["shown"], list[tuple[str, Tensor]]()
     mine = window[: _extent(shown)].to(device, copy=True)
-    if _digest(mine) != said["digest"]:
+    if digest_of([mine]) != said["digest"]:  # of the bucket as it lies there: of each of its pieces it would take the device a dozen kernels
         raise LinkBroken(f"weights {shown[0]['name']} to {shown[-1]['name']} arrived damaged: their digest is wrong")
     for what, place in zip(shown, _places(what["nbytes"] for what in shown), strict=True):
         name, at, shape, dtype = what["name"], what["at"], what["shape"], getattr(torch, what["dtype"])
@@ -271,11 +271,6 @@ def _copied(said: Mapping[str, Any], window: Tensor, begun: dict[str, Tensor], d
 def _extent(shown: Sequence[Mapping[str, Any]]) -> int:
     """Bytes of the window that a bucket takes, what lies between its pieces included."""
     return sum(_room(what["nbytes"]) for what in shown)
-
-
-def _digest(shown: Tensor) -> int:
-    """Of a bucket as it lies there: of each of its pieces it would take the device a dozen kernels."""
-    return digest_of([shown.view(torch.int32)])
 
 
 def _machine() -> str:
